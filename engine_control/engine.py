@@ -1,0 +1,53 @@
+"""The contract that an engine owes the step loop. Both engines fulfil it; the loop knows no more of them than this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from engine_control.errors import EngineError
+
+Request = TypeVar("Request", contravariant=True)
+Result = TypeVar("Result")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Finished(Generic[R]):
+    """A request that is out of the engine: with its result, or with the error that ended it, never with both."""
+
+    request_id: str
+    result: R | None = None
+    error: EngineError | None = None
+
+
+class StepEngine(Protocol[Request, Result]):
+    """An engine that advances many requests by one step at a time.
+
+    Only the loop's thread calls it, and never inside `step`. So an engine needs no lock, and whatever a method does is
+    done before the next step begins.
+    """
+
+    def add_request(self, request_id: str, request: Request) -> None:
+        """Admits the request, or raises `InvalidRequestError` or `QueueFullError` and has changed nothing.
+
+        Afterwards `step` will hand it out exactly once, as a `Finished`.
+        """
+
+    def abort_request(self, request_id: str) -> bool:
+        """Drops a request, its samples in flight included; unknown ids are none of the engine's business (False).
+
+        Afterwards no step computes anything for it, and `step` will not hand it out.
+        """
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def step(self) -> list[Finished[Result]]:
+        """Advances one batch by one step and hands out the requests that are finished by it, failed ones included."""
+
+    def fail_unfinished(self, error: EngineError) -> list[Finished[Result]]:
+        """Drops all that is in the engine and hands each request out with that error. Afterwards the engine is idle."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name, for `/metrics` and `/server_info`."""
