@@ -1,0 +1,110 @@
+"""The switch: inside `exact_mode`, torch code of this thread runs on the row-invariant operations.
+
+It works on any module, a stock diffusers pipeline and a trainer's wrapped transformer included, because it replaces
+the functions that they all end in (`linear`, `scaled_dot_product_attention`, patch convolutions) and touches no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from rl_kernels.attention import AttentionPlan, attention
+from rl_kernels.conv import is_patch_conv, patch_conv
+from rl_kernels.linear import linear
+
+
+class _ExactMode(TorchFunctionMode):
+    """Replaces three functions and lets every other one through."""
+
+    def __init__(self, plan: AttentionPlan | None) -> None:
+        super().__init__()
+        self.plan = plan
+        self._replaced: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+            F.linear: linear,
+            F.scaled_dot_product_attention: self._attention,
+            F.conv2d: self._conv2d,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        replacement = self._replaced.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(*args, **_renamed(kwargs))
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p:
+            raise ValueError(f"exact mode has no attention dropout, got dropout_p={dropout_p}; call model.eval()")
+        return attention(
+            query,
+            key,
+            value,
+            plan=self.plan,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+    @staticmethod
+    def _conv2d(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        pads = padding if isinstance(padding, str) else _pair(padding)
+        if x.dim() == 4 and is_patch_conv(weight, _pair(stride), pads, _pair(dilation), groups):
+            return patch_conv(x, weight, bias)
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _renamed(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """torch calls a linear layer's and a convolution's first argument `input`."""
+    if not kwargs:
+        return {}
+    return {("x" if name == "input" else name): value for name, value in kwargs.items()}
+
+
+@contextmanager
+def exact_mode(plan: AttentionPlan | None = None) -> Iterator[None]:
+    """Inside, row-wise results don't depend on the batch; attention follows `plan`, if one is given.
+
+    Re-entrant: an inner mode replaces the outer one's plan until it ends. It holds for the calling thread only, and is
+    left by `finally` whatever happens inside.
+    """
+    with _ExactMode(plan):
+        yield
+
+
+def exact_mode_is_on() -> bool:
+    """Whether the calling thread is inside `exact_mode`."""
+    return any(isinstance(m, _ExactMode) for m in torch.overrides._get_current_function_mode_stack())

@@ -1,0 +1,149 @@
+"""A row's bits don't depend on the rows beside it: the CPU form of the row-invariant operations."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(64, 64), (64, 256), (256, 64), (128, 1), (384, 1536)])
+def test_a_row_of_a_linear_layer_has_the_same_bits_at_every_row_count(dtype: torch.dtype, k: int, n: int) -> None:
+    x, w, b = torch.randn(300, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    whole = linear(x, w, b)
+    for rows in (1, 2, 3, 5, 7, 11, 15, 16, 17, 33, 64, 200):
+        for start in (0, 13):
+            assert torch.equal(linear(x[start : start + rows], w, b), whole[start : start + rows]), (rows, start)
+
+
+def test_a_plain_linear_layer_is_not_row_invariant_here_so_the_padding_is_needed() -> None:
+    x, w = torch.randn(64, 256), torch.randn(256, 256)
+    whole = F.linear(x, w)
+    assert any(not torch.equal(F.linear(x[:m], w), whole[:m]) for m in range(1, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_layer_reads_a_strided_view_as_it_reads_its_copy(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 9, 64).to(dtype)[:, 2:7]
+    w, b = torch.randn(64, 64).to(dtype), torch.randn(64).to(dtype)
+    assert torch.equal(linear(x, w, b), linear(x.contiguous(), w, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_patch_embedding_equals_the_convolution_and_ignores_the_batch(dtype: torch.dtype) -> None:
+    x, w, b = torch.randn(5, 16, 8, 8).to(dtype), torch.randn(64, 16, 2, 2).to(dtype), torch.randn(64).to(dtype)
+    whole = patch_conv(x, w, b)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(whole, F.conv2d(x, w, b, stride=2), atol=tolerance, rtol=tolerance)
+    assert torch.equal(patch_conv(x[3:4], w, b), whole[3:4])
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_mixed_lengths_equals_each_row_attended_alone_whatever_is_in_the_padding(
+    text_first: bool, dtype: torch.dtype
+) -> None:
+    lengths, padded, image = (1, 13, 47, 13), 47, 64
+    plan = AttentionPlan(lengths, padded, image, text_first)
+    real = [[torch.randn(1, 4, n + image, 16).to(dtype) for _ in range(3)] for n in lengths]
+    q, k, v = (torch.cat([_pad(plan, row[i], n) for row, n in zip(real, lengths, strict=True)]) for i in range(3))
+    out = attention(q, k, v, plan=plan)
+    for row, (alone, n) in enumerate(zip(real, lengths, strict=True)):
+        assert torch.equal(plan.keep(out[row : row + 1], n), F.scaled_dot_product_attention(*alone))
+
+
+def _pad(plan: AttentionPlan, x: torch.Tensor, length: int) -> torch.Tensor:
+    padded = plan.restore(x, length)
+    garbage = torch.full_like(padded, 1e4)
+    kept = plan.restore(torch.ones_like(x), length) == 1
+    return torch.where(kept, padded, garbage)
+
+
+def test_one_length_for_all_rows_shorter_than_the_padding_needs_one_call() -> None:
+    plan = AttentionPlan((3, 3), 5, 8, text_first=True)
+    q = torch.randn(2, 4, 13, 16)
+    out = attention(q, q, q, plan=plan)
+    kept = plan.keep(q, 3)
+    assert torch.equal(plan.keep(out, 3), F.scaled_dot_product_attention(kept, kept, kept))
+    assert out[..., 3:5, :].abs().sum() == 0
+
+
+def test_a_sequence_that_the_plan_does_not_speak_of_is_left_alone() -> None:
+    plan = AttentionPlan((1, 5), 5, 8, text_first=False)
+    image_only = torch.randn(2, 4, 8, 16)
+    expected = F.scaled_dot_product_attention(image_only, image_only, image_only)
+    assert torch.equal(attention(image_only, image_only, image_only, plan=plan), expected)
+
+
+@pytest.mark.parametrize("elements", [64, 100, 1024, 65536, 70001])
+def test_a_row_sum_is_the_same_alone_in_any_batch_and_on_any_number_of_threads(elements: int) -> None:
+    x = torch.randn(7, elements)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = row_sum(x)
+        torch.set_num_threads(2)
+        assert torch.equal(row_sum(x), one)
+        assert torch.equal(row_sum(x[4:5]), one[4:5])
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(one.double(), x.double().sum(-1), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(row_mean(x), one / elements, rtol=0, atol=0)
+
+
+def test_exact_mode_reaches_modules_and_ends_with_its_block_even_after_an_error() -> None:
+    layer, x = torch.nn.Linear(256, 256), torch.randn(1, 256)
+    with exact_mode():
+        assert exact_mode_is_on()
+        assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+        with exact_mode(AttentionPlan((1,), 2, 2, True)):
+            assert exact_mode_is_on()
+        assert exact_mode_is_on()
+    with pytest.raises(RuntimeError), exact_mode():
+        layer(torch.randn(1, 7))
+    assert not exact_mode_is_on()
+
+
+def test_exact_mode_holds_for_the_calling_thread_only() -> None:
+    seen: list[bool] = []
+    with exact_mode():
+        other = threading.Thread(target=lambda: seen.append(exact_mode_is_on()))
+        other.start()
+        other.join()
+    assert seen == [False]
+
+
+def test_exact_mode_leaves_ordinary_convolutions_alone() -> None:
+    conv, x = torch.nn.Conv2d(4, 8, 3, padding=1), torch.randn(1, 4, 8, 8)
+    with exact_mode():
+        inside = conv(x)
+    assert torch.equal(inside, conv(x))
+
+
+def test_gradients_flow_through_the_exact_operations() -> None:
+    x, layer = torch.randn(3, 5, 64, requires_grad=True), torch.nn.Linear(64, 64)
+    with exact_mode():
+        layer(x).square().sum().backward()
+    assert x.grad is not None
+    exact = x.grad.clone()
+    x.grad = None
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(exact, x.grad)
+
+
+def test_attention_dropout_is_refused_in_exact_mode() -> None:
+    q = torch.randn(1, 2, 4, 16)
+    with exact_mode(), pytest.raises(ValueError, match=r"dropout_p=0.1; call model.eval"):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
