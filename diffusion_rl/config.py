@@ -1,0 +1,74 @@
+"""What one configures. The only file of this package that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from diffusion_rl.params import Limits
+
+Wire = Literal["json", "msgpack", "safetensors"]
+TimestepsForm = Literal["full", "filtered"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is loaded and batched.
+
+    model_path: a diffusers-format folder, a hub id, or `embedded` for the model that comes with this package.
+    dtype: `auto` keeps the checkpoint's; else `float32`, `bfloat16` or `float16` for the transformer and encoders.
+    device: `auto` is the first GPU if there is one, else the CPU.
+    max_batch_size: samples that one step advances together; with guidance each is two rows of the transformer's batch.
+    prompt_cache_size: encoded prompts kept for the next group that asks for them.
+    """
+
+    model_path: str = "embedded"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_batch_size: int = 32
+    prompt_cache_size: int = 256
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the HTTP service behaves.
+
+    rollout_wire: the encoding for clients that send no (or a wildcard) Accept header.
+    lenient_fields: ignore unknown request fields instead of refusing them (for foreign clients).
+    dit_trajectory_timesteps: `full` sends all T + 1 timesteps; `filtered` only those of the returned states.
+    max_restarts: engine crashes in a row (without a finished request between) after which the service gives up.
+    max_requests_in_flight: rollout requests, from their arrival to the last byte of their reply; more get a 429.
+    health_generate_timeout_s: how long `/health_generate` waits for its tiny rollout.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    served_model_name: str | None = None
+    rollout_wire: Wire = "json"
+    lenient_fields: bool = False
+    dit_trajectory_timesteps: TimestepsForm = "full"
+    max_body_bytes: int = 32 * 1024 * 1024
+    engine_start_timeout_s: float = 600.0
+    max_restarts: int = 5
+    max_requests_in_flight: int = 2048
+    health_generate_timeout_s: float = 30.0
+
+
+def default_threads() -> int:
+    """CPU threads that the engine process uses: `OMP_NUM_THREADS` if set, else the cores this process may run on."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment of the engine process, to be set before it imports torch.
+
+    Passive waiting keeps the OpenMP threads of the engine from spinning against the HTTP process on a small machine.
+    """
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.setdefault("OMP_NUM_THREADS", str(default_threads()))
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return environment

@@ -1,0 +1,48 @@
+"""Model families: one file each, on diffusers' models and schedulers, by the file's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from diffusion_rl.models.base import ModelFamily
+from diffusion_rl.models.loading import load_pipeline
+from engine_control.errors import InvalidRequestError
+from engine_control.registry import Registry
+
+families: Registry[ModelFamily] = Registry(
+    "diffusion_rl.models",
+    ModelFamily,  # type: ignore[type-abstract]
+    noun="model family",
+    skip=("loading",),
+)
+
+
+def family_for(pipeline: object, defaults_folder: Path | None = None) -> ModelFamily:
+    """The family that serves this diffusers pipeline.
+
+    Raises:
+        InvalidRequestError: no family serves pipelines of its class; the message lists those that are served.
+    """
+    name = type(pipeline).__name__
+    served = {families.get(n).pipeline_class_name: families.get(n) for n in families.names()}
+    if name not in served:
+        raise InvalidRequestError(
+            f"no model family serves a {name}",
+            code="unsupported_model",
+            field="model_path",
+            value=name,
+            hint=f"Served pipelines: {', '.join(sorted(served))}.",
+        )
+    return served[name](pipeline, defaults_folder)
+
+
+def load_family(model_path: str, *, dtype: torch.dtype | None = None, device: str = "cpu") -> ModelFamily:
+    """Loads a diffusers folder or hub id (`embedded`: the model in this package) onto `device`, ready to predict."""
+    pipeline, folder = load_pipeline(model_path, dtype)
+    pipeline.to(device)
+    return family_for(pipeline, folder)
+
+
+__all__ = ["ModelFamily", "families", "family_for", "load_family"]

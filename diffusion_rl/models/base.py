@@ -1,0 +1,248 @@
+"""What a model family owes the engine. A family adapts one diffusers pipeline class; it holds no request state.
+
+The engine calls, for each request: `check_request`, `encode_prompt` (once a prompt), `schedule`; for each step of a
+batch: `predict`; for each finished sample: `decode`. `replay` calls `predict` again, with the trainer's transformer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from diffusion_rl.params import RolloutParams
+from diffusion_rl.sample import DenoisingEnv
+from diffusion_rl.schedulers import RolloutSchedulerMixin
+from engine_control.errors import InvalidRequestError
+from rl_kernels import AttentionPlan
+
+DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults that differ from the pipeline class's own
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """One encoded prompt without a batch axis and without padding: embeddings `[L, D]`, and pooled `[P]` or None."""
+
+    prompt_embeds: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What one sample is denoised under. negative is None when there is no guidance (guidance_scale is then 1)."""
+
+    positive: PromptEmbeds
+    negative: PromptEmbeds | None
+    guidance_scale: float
+
+
+@dataclass(frozen=True)
+class DenoiseBatch:
+    """n samples of one size and one guidance mode, each at its own step.
+
+    latents `[n, ...]` in the transformer's dtype, timesteps `[n]` fp32 on the scheduler's scale (0..1000).
+    """
+
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    conditioning: tuple[Conditioning, ...]
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request gets for the fields it leaves out."""
+
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float
+    max_sequence_length: int
+
+
+class ModelFamily(ABC):
+    """Base of the families; `pipeline_class_name` is the diffusers class that the family serves."""
+
+    pipeline_class_name: ClassVar[str]
+    text_first: ClassVar[bool]  # the order of a joint attention sequence
+
+    def __init__(self, pipeline: Any, defaults_folder: Path | None = None) -> None:
+        self.pipeline = pipeline
+        for module in pipeline.components.values():
+            if isinstance(module, torch.nn.Module):
+                module.eval()
+        self.defaults = self._defaults(defaults_folder)
+
+    @property
+    def transformer(self) -> torch.nn.Module:
+        return self.pipeline.transformer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the transformer computes in."""
+        return self.pipeline.transformer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.transformer.device
+
+    @property
+    @abstractmethod
+    def size_multiple(self) -> int:
+        """Height and width must be multiples of this many pixels."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latent, as the transformer takes it."""
+
+    @abstractmethod
+    def initial_noise_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape in which the initial latent's noise is drawn, before `pack`."""
+
+    def pack(self, noise: torch.Tensor) -> torch.Tensor:
+        """`[n, *initial_noise_shape]` as `[n, *latent_shape]`."""
+        return noise
+
+    @abstractmethod
+    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+        """Refuses a prompt that the text encoder would truncate, naming field `name`."""
+
+    @abstractmethod
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
+        """Encodes one prompt, alone, so that no other prompt can change its bits."""
+
+    @abstractmethod
+    def guidance(self, params: RolloutParams) -> tuple[float, str | None]:
+        """`(scale, negative prompt)`; the negative prompt is None, and the scale 1, when there is no guidance."""
+
+    @abstractmethod
+    def dynamic_shift(self, height: int, width: int) -> float | None:
+        """`mu` for schedulers that shift by image size, else None."""
+
+    def default_sigmas(self, steps: int) -> list[float] | None:
+        """The sigmas that the pipeline hands its scheduler; None when it leaves them to the scheduler."""
+        return None
+
+    @abstractmethod
+    def predict(self, batch: DenoiseBatch, transformer: torch.nn.Module | None = None) -> torch.Tensor:
+        """The velocity after guidance, `[n, ...]` in the transformer's dtype, for each sample independently.
+
+        Runs inside `exact_mode`. `transformer` replaces the family's own (a trainer's, with gradients).
+        """
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """The picture of one final latent (no batch axis), fp32 `[C, H, W]` in [0, 1]."""
+
+    @abstractmethod
+    def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
+        """What the transformer is conditioned on, on the CPU, from which `conditioning_from_env` comes back."""
+
+    @abstractmethod
+    def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
+        """`denoising_env` undone, on this family's device."""
+
+    def check_size(self, height: int, width: int) -> None:
+        """Refuses a size that the latent grid can't hold."""
+        for name, value in (("height", height), ("width", width)):
+            if value % self.size_multiple:
+                below = value // self.size_multiple * self.size_multiple
+                raise InvalidRequestError(
+                    f"must be a multiple of {self.size_multiple}",
+                    field=name,
+                    value=value,
+                    hint=f"Send {max(below, self.size_multiple)} or {below + self.size_multiple}.",
+                )
+
+    def scheduler(
+        self, step_kind: type[RolloutSchedulerMixin], flow_shift: float | None
+    ) -> FlowMatchEulerDiscreteScheduler:
+        """A fresh scheduler of the checkpoint's own configuration with the step kind mixed in."""
+        name = f"{step_kind.__name__.removesuffix('Mixin')}FlowMatchEulerDiscreteScheduler"
+        mixed: Any = type(name, (step_kind, FlowMatchEulerDiscreteScheduler), {})
+        shift = (
+            {} if flow_shift is None else {"shift": flow_shift, "use_dynamic_shifting": False, "shift_terminal": None}
+        )
+        return mixed.from_config(self.pipeline.scheduler.config, **shift)
+
+    def schedule(
+        self, scheduler: FlowMatchEulerDiscreteScheduler, params: RolloutParams, steps: int, size: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(sigmas, timesteps)`, each `[T + 1]` fp32 on the CPU and ending with 0, as diffusers computes them."""
+        if params.sigmas is not None and params.sigmas[-1] == 0:
+            sigmas = torch.tensor(params.sigmas, dtype=torch.float32)
+            return sigmas, sigmas * scheduler.config.num_train_timesteps
+        mu = {"mu": self.dynamic_shift(*size)} if scheduler.config.use_dynamic_shifting else {}
+        given = list(params.sigmas) if params.sigmas is not None else self.default_sigmas(steps)
+        if given is None:
+            scheduler.set_timesteps(steps, device="cpu", **mu)
+        else:
+            scheduler.set_timesteps(sigmas=given, device="cpu", **mu)
+        timesteps = scheduler.timesteps.float()
+        return scheduler.sigmas.float().cpu(), torch.cat([timesteps, timesteps.new_zeros(1)])
+
+    def _defaults(self, folder: Path | None) -> Defaults:
+        """The pipeline's own defaults, and over them those of the checkpoint's folder."""
+        call = inspect.signature(self.pipeline.__call__).parameters
+        side = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else call["guidance_scale"].default
+        values: dict[str, Any] = {
+            "height": side,
+            "width": side,
+            "num_inference_steps": call["num_inference_steps"].default,
+            "guidance_scale": scale,
+            "max_sequence_length": call["max_sequence_length"].default,
+        }
+        if folder is not None and (folder / DEFAULTS_FILE).is_file():
+            values |= json.loads((folder / DEFAULTS_FILE).read_text())
+        return Defaults(**values)
+
+    def _text_rows(self, batch: DenoiseBatch, image_tokens: int) -> tuple[torch.Tensor, AttentionPlan]:
+        """Embeddings of all rows of a forward `[rows, longest, D]`, negative rows first, and the plan over them."""
+        prompts = self._prompts(batch)
+        lengths = tuple(len(p.prompt_embeds) for p in prompts)
+        padded = torch.nn.utils.rnn.pad_sequence([p.prompt_embeds for p in prompts], batch_first=True)
+        plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
+        return padded.to(batch.latents.dtype), plan
+
+    @staticmethod
+    def _prompts(batch: DenoiseBatch) -> list[PromptEmbeds]:
+        """One prompt for each row of a forward: all negatives, then all positives."""
+        negatives = [c.negative for c in batch.conditioning if c.negative is not None]
+        return negatives + [c.positive for c in batch.conditioning]
+
+    @staticmethod
+    def _row_copies(batch: DenoiseBatch) -> int:
+        """Rows of the transformer's batch for each sample: 2 with guidance, 1 without."""
+        return 2 if batch.conditioning[0].negative is not None else 1
+
+
+def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, batch: DenoiseBatch) -> torch.Tensor:
+    """n + s (p - n) with each sample's own scale, rounded where a scalar product in the model's dtype would round."""
+    scales = torch.tensor([c.guidance_scale for c in batch.conditioning], dtype=torch.float32)
+    scales = scales.to(negative.device).reshape((-1,) + (1,) * (negative.dim() - 1))
+    return negative + (scales * (positive - negative).float()).to(negative.dtype)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU copy that shares no memory with the engine, whatever device the tensor is on."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def refuse_long_prompt(name: str, prompt: str, tokens: int, most: int) -> None:
+    """Refuses a prompt of more than `most` tokens, which a text encoder would cut off without a word."""
+    if tokens > most:
+        raise InvalidRequestError(
+            f"{tokens} tokens, but the text encoder reads at most {most}",
+            code="prompt_too_long",
+            field=name,
+            value=prompt,
+            hint="Shorten it; a prompt is never cut off silently.",
+        )

@@ -1,0 +1,67 @@
+"""From a diffusers folder or hub id to a pipeline in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from engine_control.errors import InvalidRequestError
+
+EMBEDDED = "embedded"
+
+
+def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[Any, Path | None]:
+    """The pipeline in `dtype` (None: as stored, fp32 for an fp32 checkpoint), and its folder if it is a local one.
+
+    Components that the checkpoint leaves out (an SD3 without T5) stay None.
+
+    Raises:
+        InvalidRequestError: the folder is missing or is no diffusers pipeline.
+    """
+    if model_path == EMBEDDED:
+        from diffusion_rl.assets import embedded_model_path
+
+        model_path = str(embedded_model_path())
+    folder = Path(model_path)
+    if not folder.is_dir():
+        if folder.exists() or model_path.startswith((".", "/", "~")) or model_path.count("/") > 1:
+            raise _bad_path(model_path, "there is no such folder")
+        return _from_hub(model_path, dtype), None
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise _bad_path(model_path, "it holds no model_index.json, so it is no diffusers pipeline")
+    absent = _absent_components(json.loads(index.read_text()))
+    return _load(str(folder), dtype, absent), folder
+
+
+def _load(path: str, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
+    pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, low_cpu_mem_usage=False, **absent)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _from_hub(model_id: str, dtype: torch.dtype | None) -> Any:
+    try:
+        return _load(model_id, dtype, {})
+    except OSError as error:
+        raise _bad_path(model_id, f"it is neither a folder nor a hub id that could be loaded ({error})") from error
+
+
+def _absent_components(index: dict[str, Any]) -> dict[str, None]:
+    """Text encoders that the pipeline's class knows and the checkpoint leaves out, as `name=None` for diffusers."""
+    known = {"StableDiffusion3Pipeline": ("text_encoder_3", "tokenizer_3")}.get(index.get("_class_name", ""), ())
+    return {name: None for name in known if (index.get(name) or [None])[0] is None}
+
+
+def _bad_path(model_path: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"cannot load a model from {model_path!r}: {reason}",
+        code="bad_model_path",
+        field="model_path",
+        value=model_path,
+        hint="Give a diffusers-format folder, a hub id, or 'embedded'.",
+    )

@@ -1,0 +1,137 @@
+"""Stable Diffusion 3 and 3.5: unpacked latents `[C, h, w]`, image tokens before text tokens, batched true guidance."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion_rl.models.base import (
+    Conditioning,
+    DenoiseBatch,
+    ModelFamily,
+    PromptEmbeds,
+    combine_guidance,
+    host_copy,
+    refuse_long_prompt,
+)
+from diffusion_rl.params import RolloutParams
+from diffusion_rl.sample import CondValue, DenoisingEnv
+from engine_control.errors import InvalidRequestError
+from rl_kernels import exact_mode
+
+
+class StableDiffusion3Family(ModelFamily):
+    """Two CLIPs and, if the checkpoint has it, T5; without T5 the pipeline's zero tokens stand in for it."""
+
+    pipeline_class_name = "StableDiffusion3Pipeline"
+    text_first = False
+
+    @property
+    def size_multiple(self) -> int:
+        return self.pipeline.vae_scale_factor * self.pipeline.transformer.config.patch_size
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        return self.pipeline.transformer.config.in_channels, height // factor, width // factor
+
+    def initial_noise_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self.latent_shape(height, width)
+
+    def check_size(self, height: int, width: int) -> None:
+        super().check_size(height, width)
+        largest = self.pipeline.transformer.config.pos_embed_max_size
+        for name, value in (("height", height), ("width", width)):
+            if largest is not None and value // self.size_multiple > largest:
+                raise InvalidRequestError(
+                    f"the model's position embeddings end at {largest * self.size_multiple} pixels",
+                    field=name,
+                    value=value,
+                    hint=f"Send at most {largest * self.size_multiple}.",
+                )
+
+    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+        pipeline = self.pipeline
+        if pipeline.text_encoder_3 is not None:
+            tokens = len(pipeline.tokenizer_3(prompt, verbose=False).input_ids)
+            refuse_long_prompt(name, prompt, tokens, max_sequence_length)
+            return
+        for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
+            refuse_long_prompt(
+                name, prompt, len(tokenizer(prompt, verbose=False).input_ids), pipeline.tokenizer_max_length
+            )
+
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompt,
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )
+        return PromptEmbeds(embeds[0], pooled[0])
+
+    def guidance(self, params: RolloutParams) -> tuple[float, str | None]:
+        named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
+        scale = named[0] if named else self.defaults.guidance_scale
+        return (scale, params.negative_prompt or "") if scale > 1 else (1.0, None)
+
+    def dynamic_shift(self, height: int, width: int) -> float | None:
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+        config = self.pipeline.scheduler.config
+        return calculate_shift(
+            self._image_tokens(height, width),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.16),
+        )
+
+    def predict(self, batch: DenoiseBatch, transformer: torch.nn.Module | None = None) -> torch.Tensor:
+        text, plan = self._text_rows(batch, self._image_tokens(batch.height, batch.width))
+        copies = self._row_copies(batch)
+        pooled = torch.stack([p.pooled for p in self._prompts(batch) if p.pooled is not None])
+        with exact_mode(plan):
+            velocity = (transformer or self.transformer)(
+                hidden_states=torch.cat([batch.latents] * copies),
+                timestep=torch.cat([batch.timesteps] * copies),
+                encoder_hidden_states=text,
+                pooled_projections=pooled.to(batch.latents.dtype),
+                return_dict=False,
+            )[0]
+        if copies == 1:
+            return velocity
+        negative, positive = velocity.chunk(2)
+        return combine_guidance(negative, positive, batch)
+
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        vae = self.pipeline.vae
+        scaled = latents.to(vae.dtype)[None] / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        picture = vae.decode(scaled, return_dict=False)[0][0].float()
+        return (picture * 0.5 + 0.5).clamp(0, 1)
+
+    def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
+        negative = conditioning.negative
+        return DenoisingEnv(
+            pos_cond_kwargs=_cond_kwargs(conditioning.positive),
+            neg_cond_kwargs=None if negative is None else _cond_kwargs(negative),
+            image_kwargs={},
+            guidance=None,
+        )
+
+    def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
+        def prompt(kwargs: object) -> PromptEmbeds:
+            assert isinstance(kwargs, dict)
+            return PromptEmbeds(
+                kwargs["encoder_hidden_states"].to(self.device), kwargs["pooled_projections"].to(self.device)
+            )
+
+        negative = None if env.neg_cond_kwargs is None else prompt(env.neg_cond_kwargs)
+        return Conditioning(prompt(env.pos_cond_kwargs), negative, guidance_scale)
+
+    def _image_tokens(self, height: int, width: int) -> int:
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
+
+def _cond_kwargs(prompt: PromptEmbeds) -> dict[str, CondValue]:
+    pooled = None if prompt.pooled is None else host_copy(prompt.pooled)
+    return {"encoder_hidden_states": host_copy(prompt.prompt_embeds), "pooled_projections": pooled}

@@ -1,0 +1,106 @@
+"""The Python API: a rollout pipeline, called like a diffusers pipeline, in the caller's process."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import family_for
+from diffusion_rl.params import RolloutParams, params_from_mapping
+from diffusion_rl.rollout.engine import RolloutEngine, build_engine
+from diffusion_rl.rollout.replay import replay
+from diffusion_rl.sample import RolloutSample
+
+Progress = Callable[[int, int], None]
+
+
+class RolloutPipeline:
+    """Rolls out prompts and keeps what an RL trainer needs.
+
+    One pipeline is one engine; it is not thread-safe. Calls return one `RolloutSample` per sample, in order: all
+    samples of the first prompt, then those of the second.
+    """
+
+    def __init__(
+        self, pipeline: Any, *, config: EngineConfig | None = None, defaults_folder: Path | None = None
+    ) -> None:
+        """Wraps a diffusers pipeline that is loaded already; its modules are set to eval and lose `requires_grad`."""
+        self._engine = RolloutEngine(family_for(pipeline, defaults_folder), config)
+
+    @classmethod
+    def from_pretrained(
+        cls, model_path: str = "embedded", *, torch_dtype: torch.dtype | None = None, device: str = "auto"
+    ) -> RolloutPipeline:
+        """Loads a diffusers folder, a hub id, or `embedded`, the small model that comes with this package."""
+        dtype = "auto" if torch_dtype is None else str(torch_dtype).removeprefix("torch.")
+        return cls.from_config(EngineConfig(model_path=model_path, dtype=dtype, device=device))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> RolloutPipeline:
+        """Loads what `config` names."""
+        made = cls.__new__(cls)
+        made._engine = build_engine(config)
+        return made
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self._engine
+
+    @property
+    def transformer(self) -> torch.nn.Module:
+        return self._engine.family.transformer
+
+    def __call__(
+        self, prompt: str | Sequence[str], *, progress: Progress | None = None, **fields: Any
+    ) -> list[RolloutSample]:
+        """Rolls out one prompt or several; `fields` are those of `RolloutParams`.
+
+        Several prompts are denoised together; prompt p's seeds begin at `seed + p * num_outputs_per_prompt`. Without a
+        seed a random one is chosen, and stands in the results. `progress(done, all)` is called after every step.
+
+        Raises:
+            EngineError: the request is invalid (nothing was computed), or a sample became non-finite.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        first = params_from_mapping({**fields, "prompt": prompts[0] if prompts else ""})
+        seed = secrets.randbelow(2**31) if first.seed is None and first.seeds is None else first.seed
+        requests = []
+        for index, text in enumerate(prompts or [""]):
+            own = {} if seed is None else {"seed": seed + index * first.num_outputs_per_prompt}
+            requests.append(params_from_mapping({**fields, **own, "prompt": text}))
+        return self._run(requests, progress)
+
+    def replay(
+        self,
+        samples: Sequence[RolloutSample],
+        *,
+        transformer: torch.nn.Module | None = None,
+        steps: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Log-probs of returned samples under given weights, with autograd; see `diffusion_rl.rollout.replay`."""
+        return replay(self._engine.family, samples, transformer=transformer, steps=steps)
+
+    def _run(self, requests: list[RolloutParams], progress: Progress | None) -> list[RolloutSample]:
+        ids = [uuid.uuid4().hex for _ in requests]
+        results: dict[str, list[RolloutSample]] = {}
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                self._engine.add_request(request_id, request)
+            total = self._engine.remaining_evaluations()
+            while self._engine.has_unfinished_requests():
+                for finished in self._engine.step():
+                    if finished.error is not None:
+                        raise finished.error
+                    results[finished.request_id] = finished.result or []
+                if progress is not None:
+                    progress(total - self._engine.remaining_evaluations(), total)
+        finally:
+            for request_id in ids:
+                self._engine.abort_request(request_id)
+        return [sample for request_id in ids for sample in results[request_id]]

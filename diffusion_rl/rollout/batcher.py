@@ -1,0 +1,32 @@
+"""Which samples advance together. Request, prompt, seed, step index and step kind may all differ within a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diffusion_rl.rollout.queue import SampleState
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """What samples of one transformer forward must agree in. Text length is not part of it."""
+
+    size: tuple[int, int]
+    guided: bool
+
+
+def batch_key(sample: SampleState) -> BatchKey:
+    return BatchKey(sample.request.size, sample.request.negative_prompt is not None)
+
+
+def pick_batch(samples: Sequence[SampleState], max_batch_size: int) -> list[SampleState]:
+    """The most urgent sample (the oldest, among equals) and up to `max_batch_size - 1` that can share its forward.
+
+    Urgent first means that a request, once begun, is finished before a younger one of the same key takes its place.
+    """
+    ordered = sorted(samples, key=lambda s: (-s.request.params.priority, s.request.arrival, s.members))
+    if not ordered:
+        return []
+    key = batch_key(ordered[0])
+    return [s for s in ordered if batch_key(s) == key][:max_batch_size]
