@@ -1,0 +1,131 @@
+"""The client of the service. It imports httpx and torch; neither a web framework nor a model library.
+
+client = RolloutClient("http://127.0.0.1:30000")
+samples = client.generate("a red square", num_outputs_per_prompt=4, seed=42, rollout_return_dit_trajectory=True)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from diffusion_rl.config import Wire
+from diffusion_rl.sample import RolloutSample
+from diffusion_rl.server.encoding import (
+    CONTENT_TYPES,
+    Buffer,
+    DecodeError,
+    decode_json,
+    decode_msgpack,
+    decode_safetensors,
+)
+from diffusion_rl.server.rows import sample_from_plain
+from engine_control.errors import EngineError, ErrorMessage, InvalidRequestError, from_message
+
+__all__ = ["DecodeError", "RolloutClient", "decode_json", "decode_msgpack", "decode_safetensors"]
+
+DECODERS: Mapping[str, Callable[[Buffer], list[dict[str, Any]]]] = {
+    CONTENT_TYPES["json"]: decode_json,
+    CONTENT_TYPES["msgpack"]: decode_msgpack,
+    CONTENT_TYPES["safetensors"]: decode_safetensors,
+}
+
+
+class RolloutClient:
+    """Talks to one service. Rollouts take as long as they take: there is no time-out unless one is given."""
+
+    def __init__(self, base_url: str, *, timeout: float | None = None, wire: Wire = "safetensors") -> None:
+        self._client = httpx.Client(base_url=base_url, timeout=timeout)
+        self._wire = wire
+
+    def generate(self, prompt: str, **fields: Any) -> list[RolloutSample]:
+        """Rolls out one prompt; `fields` are those of `RolloutParams`. Evaluation samples (`rollout=False`) have no
+        log-probs. With the safetensors wire the tensors are views of the one received body.
+
+        Raises:
+            EngineError: the same class that the service raised.
+            httpx.TransportError: the service was not reached, or the connection broke.
+        """
+        return [sample_from_plain(row) for row in self.generate_rows({"prompt": prompt, **fields})]
+
+    def generate_rows(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The reply's rows as they are, for a request body as it is.
+
+        Raises:
+            EngineError: see `generate`; `InvalidRequestError` too for what JSON can't say, such as NaN.
+        """
+        try:
+            content = json.dumps(dict(body), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"the request can't be written as JSON: {error}", code="invalid_json") from error
+        headers = {"accept": CONTENT_TYPES[self._wire], "content-type": "application/json"}
+        with self._client.stream("POST", "/rollout/generate", content=content, headers=headers) as response:
+            if response.status_code != 200:
+                response.read()
+                raise error_from(response)
+            data = _read(response)
+            return DECODERS[response.headers["content-type"].split(";")[0]](data)
+
+    def abort(self, rid: str) -> bool:
+        """Aborts the request that was sent with this `rid`. Says whether it was being computed."""
+        return bool(_checked(self._client.post("/abort_request", json={"rid": rid})).json()["aborted"])
+
+    def health(self) -> bool:
+        """Whether the service takes requests."""
+        return self._client.get("/health").status_code == 200
+
+    def server_info(self) -> dict[str, Any]:
+        """What is loaded and how it is served."""
+        info: dict[str, Any] = _checked(self._client.get("/server_info")).json()
+        return info
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def error_from(response: httpx.Response) -> EngineError:
+    """The error that a problem+json reply stands for; for a reply of another kind an `EngineError` that quotes it."""
+    try:
+        problem = response.json()
+        message = ErrorMessage(
+            problem["code"],
+            problem["status"],
+            problem["detail"],
+            problem.get("field"),
+            problem.get("value"),
+            problem.get("hint"),
+        )
+    except (KeyError, TypeError, ValueError):
+        return EngineError(f"status {response.status_code}: {response.text[:200]}")
+    return from_message(message)
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code != 200:
+        raise error_from(response)
+    return response
+
+
+def _read(response: httpx.Response) -> bytearray:
+    """The body in one writable buffer, which is allocated once if the length is known."""
+    length = response.headers.get("content-length", "")
+    if not length.isdigit() or "content-encoding" in response.headers:
+        return bytearray(response.read())
+    data, position = bytearray(int(length)), 0
+    for chunk in response.iter_raw():
+        data[position : position + len(chunk)] = chunk
+        position += len(chunk)
+    return data

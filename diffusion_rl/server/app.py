@@ -1,0 +1,118 @@
+"""The service: `create_app` for any ASGI server, `serve` for a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from diffusion_rl.config import EngineConfig, ServerConfig
+from diffusion_rl.server.middleware import BodyLimit, CountRequests, LimitInFlight
+from diffusion_rl.server.problem import install_error_handlers
+from diffusion_rl.server.routes import ROLLOUT_PATH, health_router, info_router, rollout_router
+from diffusion_rl.server.service import RolloutService
+from engine_control.errors import EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = """Rollouts of diffusion models for RL post-training: images, per-step log-probs, trajectories and the
+conditioning to re-score them. Errors are `application/problem+json` with a stable `code`, the `field` and a `hint`."""
+SHUTDOWN_GRACE_S = 10
+
+
+def create_app(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    on_start_failure: Callable[[EngineUnavailableError], None] | None = None,
+) -> FastAPI:
+    """The service as an ASGI app, whose lifespan is the engine process's. Several apps may live in one process.
+
+    The app answers from its first moment; `/health` says when the engine takes requests. If it never does,
+    `on_start_failure` gets the error, once.
+    """
+    service = RolloutService(engine_config, server_config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.supervisor.start()
+        watch = asyncio.create_task(_report_start(service, on_start_failure))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await service.supervisor.stop()
+
+    app = FastAPI(title="diffusion-rl", description=DESCRIPTION, lifespan=lifespan)
+    app.state.service = service
+    install_error_handlers(app)
+    app.include_router(rollout_router(service))
+    app.include_router(health_router(service))
+    app.include_router(info_router(service))
+    app.add_middleware(BodyLimit, max_bytes=server_config.max_body_bytes)
+    app.add_middleware(
+        LimitInFlight,
+        path=ROLLOUT_PATH,
+        gauge=service.metrics.rollouts_in_flight,
+        limit=server_config.max_requests_in_flight,
+    )
+    app.add_middleware(CountRequests, metrics=service.metrics)  # added last, so outermost: it sees every answer
+    return app
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Afterwards the engine process is gone too.
+
+    Raises:
+        EngineUnavailableError: the engine failed to start; its last lines stand in the message.
+    """
+    failures: list[EngineUnavailableError] = []
+
+    def give_up(error: EngineUnavailableError) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    app = create_app(engine_config, server_config, on_start_failure=give_up)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=server_config.host,
+            port=server_config.port,
+            http="httptools",
+            ws="none",
+            access_log=False,
+            log_config=_log_config(),
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        )
+    )
+    server.run()
+    if failures:
+        raise failures[0]
+
+
+def _log_config() -> dict[str, Any]:
+    """Uvicorn's own, with our loggers beside its."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    for name in ("diffusion_rl", "engine_control"):
+        config["loggers"][name] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    return config
+
+
+async def _report_start(
+    service: RolloutService, on_start_failure: Callable[[EngineUnavailableError], None] | None
+) -> None:
+    config = service.config
+    try:
+        await service.supervisor.wait_ready()
+    except EngineUnavailableError as error:
+        logger.error("%s", error)
+        if on_start_failure is not None:
+            on_start_failure(error)
+        return
+    logger.info("%s is ready at http://%s:%d", service.model_name, config.host, config.port)

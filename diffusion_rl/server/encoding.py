@@ -1,0 +1,293 @@
+"""Rows of plain data and tensors as a response body, and back: JSON, msgpack and safetensors.
+
+In JSON and msgpack a tensor is a map `{"__tensor__": true, "data": ..., "shape": [...], "dtype": "torch.float32"}`,
+whose data is a safetensors file with the single key `t`: base64 text in JSON, bytes in msgpack. The third form is one
+safetensors file for the whole response: its metadata entry `rollout` holds the rows as JSON, with
+`{"__tensor__": name}` in place of each tensor, and a tensor that several rows share is in it once.
+
+A body is never built in one piece. A skeleton is encoded in which each tensor is a random marker; it is cut at the
+markers, and the chunks between and behind them (at most 1 MiB, views of the tensors where the form allows it) are
+handed out one by one. No single piece of work holds the interpreter lock for more than about a millisecond.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+import torch
+
+from diffusion_rl.config import Wire
+from engine_control.wire import tensor_bytes
+
+CHUNK_BYTES = 1024 * 1024
+BASE64_INPUT_BYTES = CHUNK_BYTES // 4 * 3  # a multiple of 3: each chunk's base64 needs no padding but the last one's
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_BIN_BYTES = 2**32 - 1
+
+CONTENT_TYPES: Mapping[Wire, str] = {
+    "json": "application/json",
+    "msgpack": "application/msgpack",
+    "safetensors": "application/vnd.safetensors",
+}
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+Row = Mapping[str, Any]
+Buffer = bytes | bytearray | memoryview
+
+
+class DecodeError(ValueError):
+    """Bytes that are no body of the form they were taken for."""
+
+
+@dataclass(frozen=True)
+class Base64:
+    """Buffers whose concatenation is sent as base64; all but the last have a multiple of 3 bytes."""
+
+    buffers: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * ((sum(buffer.nbytes for buffer in self.buffers) + 2) // 3)
+
+
+@dataclass(frozen=True)
+class EncodedBody:
+    """A response body whose length is known and whose bytes come in chunks."""
+
+    content_type: str
+    parts: tuple[memoryview | Base64, ...]
+
+    @property
+    def content_length(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The body's bytes, at most `CHUNK_BYTES` at a time."""
+        for part in self.parts:
+            if isinstance(part, Base64):
+                for buffer in part.buffers:
+                    for piece in _slices(buffer, BASE64_INPUT_BYTES):
+                        yield binascii.b2a_base64(piece, newline=False)
+            else:
+                yield from _slices(part, CHUNK_BYTES)
+
+
+def encode(rows: Sequence[Row], wire: Wire) -> EncodedBody:
+    """The rows as a body of that form. It refers to the tensors' memory, which must not change while it is sent."""
+    if wire == "safetensors":
+        return _encode_safetensors(rows)
+    tensors: list[torch.Tensor] = []
+    nonce = secrets.token_hex(16)
+
+    def stand_in(path: str, tensor: torch.Tensor) -> dict[str, object]:
+        tensors.append(tensor)
+        marker = f"{nonce}{len(tensors) - 1:08x}"
+        data = marker if wire == "json" else msgspec.Raw(_bin_prefix(_file_size(tensor)) + marker.encode())
+        return {"__tensor__": True, "data": data, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+
+    skeleton = _with_stand_ins(list(rows), "", stand_in)
+    text = orjson.dumps(skeleton) if wire == "json" else msgspec.msgpack.encode(skeleton)
+    files: dict[int, tuple[memoryview, ...]] = {}
+    parts: list[memoryview | Base64] = []
+    for position, piece in enumerate(re.split(nonce.encode() + rb"([0-9a-f]{8})", text)):
+        if position % 2 == 0:
+            parts.append(memoryview(piece))
+            continue
+        tensor = tensors[int(piece, 16)]
+        if id(tensor) not in files:
+            files[id(tensor)] = (memoryview(_file_header(tensor)), tensor_bytes(tensor))
+        parts.extend([Base64(files[id(tensor)])] if wire == "json" else files[id(tensor)])
+    return EncodedBody(CONTENT_TYPES[wire], tuple(parts))
+
+
+def decode_json(data: Buffer) -> list[dict[str, Any]]:
+    """The rows of a JSON body.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    return _decode_maps(lambda: orjson.loads(data), lambda text: bytearray(base64.b64decode(text, validate=True)))
+
+
+def decode_msgpack(data: Buffer) -> list[dict[str, Any]]:
+    """The rows of a msgpack body.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    return _decode_maps(lambda: msgspec.msgpack.decode(data), bytearray)
+
+
+def decode_safetensors(data: Buffer) -> list[dict[str, Any]]:
+    """The rows of a safetensors body. Tensors are views of `data` if that can be written to, else of one copy of it;
+    a tensor that rows share is one object.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    tensors, metadata = parse_safetensors(data)
+    try:
+        return [_resolve_names(row, tensors) for row in json.loads(metadata["rollout"])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"the file's metadata holds no rollout: {error}") from error
+
+
+def parse_safetensors(data: Buffer) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file in memory.
+
+    Raises:
+        DecodeError: not such a file, or one whose tensors leave gaps, overlap or disagree with their shapes.
+    """
+    buffer = data if isinstance(data, bytearray) else bytearray(data)
+    size = int.from_bytes(buffer[:8], "little")
+    if len(buffer) < 8 or size > min(MAX_HEADER_BYTES, len(buffer) - 8):
+        raise DecodeError("the file is shorter than its header says")
+    try:
+        header = json.loads(buffer[8 : 8 + size])
+        metadata = header.pop("__metadata__", {})
+        entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items()]
+        entries.sort(key=lambda item: item[:2])
+        position, tensors = 0, {}
+        for start, end, name, entry in entries:
+            dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
+            if start != position or min(shape, default=0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
+                raise DecodeError(f"tensor {name!r} does not fit its place in the file")
+            tensors[name] = _view(buffer, 8 + size + start, dtype, shape)
+            position = end
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DecodeError(f"malformed header: {error!r}") from error
+    if position != len(buffer) - 8 - size:
+        raise DecodeError("the tensors don't fill the file")
+    return tensors, metadata
+
+
+def _encode_safetensors(rows: Sequence[Row]) -> EncodedBody:
+    names: dict[int, str] = {}
+    tensors: list[tuple[str, torch.Tensor]] = []
+
+    def stand_in(path: str, tensor: torch.Tensor) -> dict[str, object]:
+        if id(tensor) not in names:
+            names[id(tensor)] = path
+            tensors.append((path, tensor))
+        return {"__tensor__": names[id(tensor)]}
+
+    metadata = {"rollout": orjson.dumps(_with_stand_ins(list(rows), "", stand_in)).decode()}
+    tensors.sort(key=lambda item: -item[1].dtype.itemsize)  # so that each tensor lies at a multiple of its item's size
+    header: dict[str, object] = {"__metadata__": metadata}
+    position = 0
+    for name, tensor in tensors:
+        header[name] = _file_entry(tensor, position)
+        position += tensor.nbytes
+    parts = [memoryview(_padded_header(header, multiple=64)), *(tensor_bytes(tensor) for _, tensor in tensors)]
+    return EncodedBody(CONTENT_TYPES["safetensors"], tuple(parts))
+
+
+def _with_stand_ins(value: object, path: str, stand_in: Callable[[str, torch.Tensor], object]) -> object:
+    if isinstance(value, torch.Tensor):
+        return stand_in(path, value)
+    prefix = f"{path}." if path else ""
+    if isinstance(value, Mapping):
+        return {key: _with_stand_ins(item, f"{prefix}{key}", stand_in) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_stand_ins(item, f"{prefix}{i}", stand_in) for i, item in enumerate(value)]
+    return value
+
+
+def _file_entry(tensor: torch.Tensor, position: int) -> dict[str, object]:
+    offsets = [position, position + tensor.nbytes]
+    return {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+
+
+def _file_header(tensor: torch.Tensor) -> bytes:
+    """The beginning of the tensor's own file: a multiple of 3 bytes for base64, and of 8 for the reader's alignment."""
+    return _padded_header({"t": _file_entry(tensor, 0)}, multiple=24)
+
+
+def _padded_header(header: Mapping[str, object], *, multiple: int) -> bytes:
+    text = orjson.dumps(header)
+    text += b" " * (-(8 + len(text)) % multiple)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _file_size(tensor: torch.Tensor) -> int:
+    return len(_file_header(tensor)) + tensor.nbytes
+
+
+def _bin_prefix(size: int) -> bytes:
+    """The head of a msgpack `bin` of that many bytes, in its shortest form."""
+    if size > MAX_BIN_BYTES:
+        raise ValueError(f"msgpack holds no tensor of {size} bytes; ask for safetensors")
+    if size < 2**8:
+        return b"\xc4" + size.to_bytes(1, "big")
+    return b"\xc5" + size.to_bytes(2, "big") if size < 2**16 else b"\xc6" + size.to_bytes(4, "big")
+
+
+def _slices(view: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, view.nbytes, size):
+        yield view[start : start + size]
+
+
+def _decode_maps(load: Callable[[], Any], to_buffer: Callable[[Any], bytearray]) -> list[dict[str, Any]]:
+    try:
+        rows = load()
+        if not isinstance(rows, list):
+            raise DecodeError("the body is not a list of rows")
+        return [_resolve_maps(row, to_buffer) for row in rows]
+    except DecodeError:
+        raise
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DecodeError(f"malformed body: {error}") from error
+
+
+def _resolve_maps(value: Any, to_buffer: Callable[[Any], bytearray]) -> Any:
+    if isinstance(value, list):
+        return [_resolve_maps(item, to_buffer) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("__tensor__") is True:
+        return parse_safetensors(to_buffer(value["data"]))[0]["t"]
+    return {key: _resolve_maps(item, to_buffer) for key, item in value.items()}
+
+
+def _resolve_names(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_resolve_names(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return tensors[value["__tensor__"]]
+    return {key: _resolve_names(item, tensors) for key, item in value.items()}
+
+
+def _view(buffer: bytearray, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    count = math.prod(shape)
+    if count == 0:  # torch.frombuffer refuses empty views
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(tuple(shape))

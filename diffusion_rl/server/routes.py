@@ -1,0 +1,168 @@
+"""The routes. Each reads its request, asks the service, and answers; errors are mapped in `problem`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+
+from diffusion_rl import __version__
+from diffusion_rl.server.encoding import CONTENT_TYPES
+from diffusion_rl.server.metrics import PAGE_TYPE
+from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
+from diffusion_rl.server.problem import PROBLEM_TYPE, Problem
+from diffusion_rl.server.responses import body_response, unless_disconnected
+from diffusion_rl.server.schema import EXAMPLE, RolloutRequest, load_json
+from diffusion_rl.server.service import RolloutService
+from engine_control.errors import EngineError, InvalidRequestError
+from engine_control.process import EngineState
+
+ROLLOUT_PATH = "/rollout/generate"
+REFUSALS = {
+    400: "The request can't be served as it stands; `field`, `value` and `hint` say why.",
+    406: "No encoding fits the Accept header.",
+    413: "The body is too long.",
+    415: "The body is not labelled as JSON.",
+    429: "Too much is waiting; retry later.",
+    499: "The request was aborted.",
+    500: "The engine met a fault, or the model produced non-finite values.",
+    503: "The engine is starting, restarting or gone; retry later.",
+}
+TENSOR_DOC = (
+    'One row a sample. Tensors are `{"__tensor__": true, "data", "shape", "dtype"}`, where data is a safetensors file '
+    "with the key `t`: base64 in JSON, bytes in msgpack. `application/vnd.safetensors` is one file for all rows: its "
+    'metadata entry `rollout` holds the rows, with `{"__tensor__": name}` for each tensor.'
+)
+
+
+class AbortRequest(BaseModel):
+    """Which request to abort."""
+
+    rid: str
+
+
+class AbortReply(BaseModel):
+    """`aborted` is false if no such request was being computed."""
+
+    success: bool
+    aborted: bool
+
+
+def rollout_router(service: RolloutService) -> APIRouter:
+    """`/rollout/generate` and `/abort_request`."""
+    router = APIRouter(tags=["rollout"])
+    schema = {"schema": RolloutRequest.model_json_schema(), "examples": {"a group of four": {"value": EXAMPLE}}}
+
+    @router.post(
+        ROLLOUT_PATH,
+        response_class=Response,
+        responses={
+            200: {"description": TENSOR_DOC, "content": {name: {} for name in CONTENT_TYPES.values()}},
+            **_refusals(*REFUSALS),
+        },
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": schema}}},
+    )
+    async def generate(request: Request) -> Response:
+        """Rolls out one prompt: `num_outputs_per_prompt` samples with their log-probs and, if asked for, trajectories.
+
+        If the client closes the connection, its samples leave the batch before the next step.
+        """
+        wire = choose_wire(request.headers.get("accept"), service.config.rollout_wire)
+        check_json_content_type(request.headers.get("content-type"))
+        parsed = service.parse(load_json(await request.body()))
+        return body_response(await unless_disconnected(request, service.roll_out(parsed, wire)))
+
+    @router.post("/abort_request", responses=_refusals(400, 503), response_model=AbortReply)
+    async def abort_request(request: Request) -> AbortReply:
+        """Aborts the request that was sent with this `rid`; it is answered with status 499."""
+        check_json_content_type(request.headers.get("content-type"))
+        rid = load_json(await request.body()).get("rid")
+        if not isinstance(rid, str):
+            raise InvalidRequestError("must be a string", field="rid", value=rid, hint="Send the request's rid.")
+        return AbortReply(success=True, aborted=await service.supervisor.abort(rid))
+
+    return router
+
+
+def health_router(service: RolloutService) -> APIRouter:
+    """`/health`, `/liveness` and `/health_generate`."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health", responses={503: {"description": "Starting, restarting or gone."}})
+    async def health() -> JSONResponse:
+        """Whether the engine takes requests. Answers at once, whatever the engine is doing."""
+        state = service.supervisor.state
+        if state is EngineState.READY:
+            return JSONResponse({"status": "ok"})
+        error = service.supervisor.last_error
+        status = "starting" if state is EngineState.STARTING else "unhealthy"
+        text = error.message if error is not None else f"the engine is {state.value}"
+        return JSONResponse({"status": status, "state": state.value, "error": text}, 503)
+
+    @router.get("/liveness")
+    async def liveness() -> JSONResponse:
+        """Whether this HTTP process lives, and no more than that."""
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/health_generate", responses={503: {"description": "The rollout failed or took too long."}})
+    async def health_generate() -> JSONResponse:
+        """Runs a real rollout: one step of the smallest picture."""
+        try:
+            await service.health_generate()
+        except EngineError as error:
+            return JSONResponse({"status": "unhealthy", "error": str(error)}, 503)
+        except TimeoutError:
+            limit = service.config.health_generate_timeout_s
+            return JSONResponse({"status": "unhealthy", "error": f"no answer within {limit:g} s"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    return router
+
+
+def info_router(service: RolloutService) -> APIRouter:
+    """What is served and how, and metrics."""
+    router = APIRouter(tags=["information"])
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        """What is loaded, how this service is configured, and the engine's counters."""
+        return _json({**await service.server_info(), "version": __version__})
+
+    @router.get("/model_info")
+    @router.get("/v1/model_info", include_in_schema=False)
+    async def model_info() -> Response:
+        """The model, in SGLang's words."""
+        description = await service.description()
+        return _json({"model_type": "diffusion", "task_type": "T2I", "model_path": service.model_name, **description})
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The model, as OpenAI lists models."""
+        entry = {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "diffusion-rl",
+            "task_type": "T2I",
+            "pipeline_class": service.supervisor.description.get("pipeline_class"),
+        }
+        return _json({"object": "list", "data": [entry]})
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.page(await service.stats()), media_type=PAGE_TYPE)
+
+    return router
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    content = {PROBLEM_TYPE: {"schema": Problem.model_json_schema()}}
+    return {status: {"description": REFUSALS[status], "content": content} for status in statuses}
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,224 @@
+"""The request body of `/rollout/generate`, and how it becomes `RolloutParams`.
+
+The fields are those of SGLang's `RolloutRequest`, then this project's. `null` always means "left out".
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from diffusion_rl.params import (
+    FieldNames,
+    Limits,
+    OutputDtype,
+    OutputType,
+    RolloutParams,
+    StorageDtype,
+    params_from_mapping,
+)
+from engine_control.errors import InvalidRequestError
+
+MAX_CHOSEN_SEED = 2**31 - 1
+EXAMPLE: dict[str, JsonValue] = {
+    "prompt": "a red square above a blue circle",
+    "num_outputs_per_prompt": 4,
+    "seed": 42,
+    "num_inference_steps": 10,
+    "rollout_sde_type": "sde",
+    "rollout_noise_level": 0.7,
+    "rollout_debug_mode": False,
+    "rollout_return_denoising_env": True,
+    "rollout_return_dit_trajectory": True,
+}
+
+
+class RolloutRequest(BaseModel):
+    """One prompt and how to roll it out."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra={"examples": [EXAMPLE]}
+    )
+
+    prompt: str = Field(description="One prompt; a group of samples comes from `num_outputs_per_prompt`.")
+    negative_prompt: str | None = Field(None, description="For classifier-free guidance.")
+    seed: int | None = Field(None, description="Sample i has seed `seed + i`. Left out, one is chosen and returned.")
+    generator_device: str = Field("cuda", description="Accepted for compatibility; replies name the effective one.")
+    width: int | None = Field(None, description="Pixels; the model's own default if left out.")
+    height: int | None = Field(None, description="Pixels; the model's own default if left out.")
+    num_inference_steps: int | None = Field(None, description="T, the number of denoising steps.")
+    num_outputs_per_prompt: int | None = Field(None, description="K, the samples of this group; left out, 1.")
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = Field(None, description="Qwen-Image's name for its guidance scale.")
+    num_frames: int | None = Field(None, description="For video models; 1 or null here.")
+    fps: int | None = Field(None, description="For video models; ignored here.")
+    rollout: bool = Field(True, description="false: evaluation, images only.")
+    rollout_sde_type: str = Field("sde", description="A step kind: sde, cps, dance, ode or affine.")
+    rollout_noise_level: float = Field(0.7, description="eta, the noise level of the stochastic steps.")
+    rollout_log_prob_no_const: bool = False
+    rollout_debug_mode: bool = Field(True, description="Return four more `[T, ...]` tensors a sample.")
+    rollout_return_denoising_env: bool = Field(False, description="Return what the transformer was conditioned on.")
+    rollout_return_dit_trajectory: bool = Field(False, description="Return latents, timesteps and sigmas.")
+    rollout_sde_step_indices: list[int] | None = Field(None, description="The stochastic steps; null: all of them.")
+    rollout_return_step_indices: list[int] | None = Field(None, description="Which states of 0..T to return.")
+    image_path: list[str] | str | None = Field(None, description="For models with image conditions; null here.")
+    suppress_logs: bool = Field(False, description="Accepted for compatibility.")
+    extra_sampling_params: dict[str, Any] | None = Field(
+        None, description="More fields of this request, merged over the others (but for `rollout`)."
+    )
+    rollout_video_dtype: Literal["uint8"] | None = Field(None, description="The same as `output_dtype`.")
+    rid: str | None = Field(None, min_length=1, max_length=128, description="The request's id, for /abort_request.")
+
+    seeds: list[int] | None = Field(None, description="One seed a sample, instead of `seed + i`.")
+    rollout_sde_window_size: int | None = Field(None, description="A contiguous run of that many stochastic steps,")
+    rollout_sde_window_range: list[int] | None = Field(None, description="which lies in steps [low, high).")
+    sigmas: list[float] | None = Field(None, description="T values to be shifted, or T + 1 that end with 0, as is.")
+    flow_shift: float | None = Field(None, description="Replaces the scheduler's shift.")
+    max_sequence_length: int | None = Field(None, description="Longest prompt, in tokens of the long text encoder.")
+    init_same_noise: bool = Field(False, description="All samples of the group start from one initial latent.")
+    initial_noise_seed: int | None = Field(None, description="A seed for the initial latents alone.")
+    rollout_share_prefix: bool = Field(True, description="Compute common deterministic steps of a group once.")
+    affine_coefficients: list[list[float]] | None = Field(None, description="Rows (a, b, c, s) for `affine`.")
+    rollout_latents_dtype: StorageDtype = "float32"
+    output_type: OutputType = "image"
+    output_dtype: OutputDtype = "float32"
+    priority: int = Field(0, description="Larger goes first.")
+
+
+PARAM_NAMES = tuple(field.name for field in fields(RolloutParams))
+NO_USE_HERE = ("image_path", "num_frames", "guidance_scale_2", "boundary_ratio")
+EXTRA_NAMES = ("guidance_scale_2", "boundary_ratio", "quality")  # known in extra_sampling_params alone
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A valid request: its id, and what the engine is to compute."""
+
+    request_id: str
+    params: RolloutParams
+
+
+def load_json(body: bytes) -> dict[str, Any]:
+    """The object that a request body holds.
+
+    Raises:
+        InvalidRequestError: `invalid_json`, for broken text and for NaN or Infinity; or no object.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {error}",
+            code="invalid_json",
+            hint="Send one JSON object (RFC 8259: no NaN, no Infinity).",
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object", value=type(value).__name__, hint="See /docs.")
+    return value
+
+
+def parse_rollout_request(
+    values: Mapping[str, Any], *, limits: Limits, step_kinds: Sequence[str], lenient: bool
+) -> ParsedRequest:
+    """Checks everything about a request that can be known without the model.
+
+    Raises:
+        InvalidRequestError: naming the field, its value and the way out.
+    """
+    request = validated(_merged(values, lenient=lenient))
+    present = request.model_dump(exclude_unset=True)
+    if present.get("rollout_video_dtype") is not None:
+        present["output_dtype"] = present["rollout_video_dtype"]
+    params = {name: value for name, value in present.items() if name in PARAM_NAMES}
+    if "seed" not in params and "seeds" not in params:
+        params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))
+    parsed = params_from_mapping(params)
+    parsed.validate(limits, step_kinds=step_kinds)
+    return ParsedRequest(request.rid or uuid.uuid4().hex, parsed)
+
+
+def request_count(params: Mapping[str, Any]) -> int:
+    """K, bounded so that a chosen seed leaves room for the group's others."""
+    return min(max(int(params.get("num_outputs_per_prompt", 1)), 1), 2**20)
+
+
+def validated(values: Mapping[str, Any]) -> RolloutRequest:
+    """The request, if every field has its type.
+
+    Raises:
+        InvalidRequestError: naming the first field that has not.
+    """
+    try:
+        return RolloutRequest.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = [str(part) for part in first["loc"]]
+        if first["type"] == "missing":
+            raise InvalidRequestError(
+                f"a request needs a {path[0]}", field=path[0], hint="Send a non-empty string."
+            ) from error
+        where = f" at {'.'.join(path)}" if len(path) > 1 else ""
+        raise InvalidRequestError(
+            f"wrong type or value{where}: {first['msg'][0].lower()}{first['msg'][1:]}",
+            field=path[0] if path else None,
+            value=first["input"],
+            hint="See /docs for the fields of a request and their types.",
+        ) from error
+
+
+def _merged(values: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
+    """The request's fields with `extra_sampling_params` laid over them, nulls left out and aliases resolved."""
+    top_names = tuple(RolloutRequest.model_fields)
+    merged = _known(values, top_names, lenient=lenient)
+    extra = merged.pop("extra_sampling_params", {})
+    if not isinstance(extra, Mapping):
+        raise InvalidRequestError(
+            "must be an object", field="extra_sampling_params", value=extra, hint='Send {"field": value}.'
+        )
+    extra_names = (*top_names, *EXTRA_NAMES)
+    extra = _known(extra, tuple(n for n in extra_names if n != "extra_sampling_params"), lenient=lenient)
+    if extra.get("rollout", merged.get("rollout", True)) != merged.get("rollout", True):
+        raise InvalidRequestError(
+            "extra_sampling_params can't change it", field="rollout", value=extra["rollout"], hint="Send it at the top."
+        )
+    merged.update(extra)
+    if isinstance(merged.get("seed"), list):
+        merged["seeds"] = merged.pop("seed")
+        if isinstance(values.get("seed"), int):
+            merged["seed"] = values["seed"]
+    _refuse_what_has_no_use(merged)
+    return merged
+
+
+def _known(values: Mapping[str, Any], names: Sequence[str], *, lenient: bool) -> dict[str, Any]:
+    unknown = [name for name in values if name not in names]
+    if unknown and not lenient:
+        raise FieldNames(tuple(names)).unknown(unknown[0], values[unknown[0]])
+    return {name: value for name, value in values.items() if name in names and value is not None}
+
+
+def _refuse_what_has_no_use(merged: dict[str, Any]) -> None:
+    quality = merged.pop("quality", "exact")
+    if quality != "exact":
+        raise InvalidRequestError(
+            "there are no approximate modes", field="quality", value=quality, hint="Leave it out, or send 'exact'."
+        )
+    for name in NO_USE_HERE:
+        value = merged.get(name)
+        harmless = value == 1 if name == "num_frames" else value == []
+        if value is not None and (not harmless or isinstance(value, bool)):
+            raise InvalidRequestError(
+                f"the loaded text-to-image model has no use for {name}",
+                code="unsupported_field",
+                field=name,
+                value=value,
+                hint="Leave it out.",
+            )
+        if name not in RolloutRequest.model_fields:
+            merged.pop(name, None)

@@ -1,0 +1,148 @@
+"""What the routes share: the engine's supervisor, the metrics, and the path of a request through this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from diffusion_rl.config import EngineConfig, ServerConfig, Wire, engine_environment
+from diffusion_rl.params import RolloutParams
+from diffusion_rl.server.encoding import EncodedBody, encode
+from diffusion_rl.server.metrics import Metrics
+from diffusion_rl.server.rows import response_rows, sample_from_plain
+from diffusion_rl.server.schema import ParsedRequest, parse_rollout_request
+from engine_control.errors import EngineUnavailableError
+from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+WORKER_MODULE = "diffusion_rl.server.worker"
+STATS_TIMEOUT_S = 2.0  # a step in progress may take longer; then the last known numbers are shown
+HEALTH_PRIORITY = 2**31 - 1
+
+
+class RolloutService:
+    """One engine and what is served from it. Belongs to one app; nothing is shared between two of them."""
+
+    def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
+        self.engine_config = engine_config
+        self.config = server_config
+        self.started_at = int(time.time())
+        self.supervisor = EngineSupervisor(
+            WORKER_MODULE,
+            msgspec.json.encode(engine_config),
+            environment=engine_environment(),
+            policy=RestartPolicy(server_config.engine_start_timeout_s, server_config.max_restarts),
+        )
+        self.metrics = Metrics(
+            max_batch_size=engine_config.max_batch_size,
+            restarts=lambda: self.supervisor.restarts,
+            ready=lambda: self.supervisor.state is EngineState.READY,
+        )
+        self._stats: dict[str, float] = {}
+        self._health_check: asyncio.Task[Any] | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name or self.engine_config.model_path
+
+    def parse(self, values: Mapping[str, Any]) -> ParsedRequest:
+        """The request, checked as far as it can be without the model.
+
+        Raises:
+            EngineUnavailableError: no engine takes requests now, so that nobody can say which step kinds there are.
+            InvalidRequestError: naming the field.
+        """
+        self.check_ready()
+        return parse_rollout_request(
+            values,
+            limits=self.engine_config.limits,
+            step_kinds=self.supervisor.description["step_kinds"],
+            lenient=self.config.lenient_fields,
+        )
+
+    def check_ready(self) -> None:
+        """Raises `EngineUnavailableError` unless the engine takes requests."""
+        if self.supervisor.state is EngineState.READY:
+            return
+        error = self.supervisor.last_error
+        raise EngineUnavailableError(
+            f"the engine is {self.supervisor.state.value}" + (f": {error.message}" if error else ""),
+            hint="Retry when /health answers 200.",
+        )
+
+    async def roll_out(self, request: ParsedRequest, wire: Wire) -> EncodedBody:
+        """The reply to a request. Cancelling this aborts the request between two steps.
+
+        Raises:
+            EngineError: what the engine made of it.
+        """
+        plain = await self.supervisor.submit(request.request_id, request.params)
+        return await asyncio.to_thread(self._encode, plain, request.params, wire)
+
+    def _encode(self, plain: Sequence[Mapping[str, Any]], params: RolloutParams, wire: Wire) -> EncodedBody:
+        samples = [sample_from_plain(item) for item in plain]
+        return encode(response_rows(samples, params, timesteps=self.config.dit_trajectory_timesteps), wire)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters; the last known ones if it doesn't answer at once."""
+        try:
+            self._stats = await asyncio.wait_for(self.supervisor.call("stats"), STATS_TIMEOUT_S)
+        except (EngineUnavailableError, TimeoutError) as error:
+            logger.debug("the engine's statistics are not fresh: %s", error)
+        return self._stats
+
+    async def description(self) -> dict[str, Any]:
+        """What the engine says of itself; what it said last if it doesn't answer at once."""
+        try:
+            return dict(await asyncio.wait_for(self.supervisor.call("describe"), STATS_TIMEOUT_S))
+        except (EngineUnavailableError, TimeoutError) as error:
+            logger.debug("the engine's description is not fresh: %s", error)
+            return self.supervisor.description
+
+    async def health_generate(self) -> None:
+        """Rolls out one step of the smallest picture, once for all who ask at the same time.
+
+        Raises:
+            EngineError: it failed.
+            TimeoutError: it took too long.
+        """
+        self.check_ready()
+        if self._health_check is None or self._health_check.done():
+            size = int(self.supervisor.description["size_multiple"])
+            params = RolloutParams(
+                prompt="health",
+                seed=0,
+                width=size,
+                height=size,
+                num_inference_steps=1,
+                rollout=False,
+                rollout_debug_mode=False,
+                priority=HEALTH_PRIORITY,
+            )
+            check = self.supervisor.submit(f"health-{uuid.uuid4().hex}", params)
+            timed = asyncio.wait_for(check, self.config.health_generate_timeout_s)
+            self._health_check = asyncio.create_task(timed, name="health-generate")
+        await asyncio.shield(self._health_check)
+
+    async def server_info(self) -> dict[str, Any]:
+        """The body of `/server_info`."""
+        description, stats = await self.description(), await self.stats()
+        return {
+            **description,
+            "served_model_name": self.model_name,
+            "engine": {
+                "state": self.supervisor.state.value,
+                "restarts": self.supervisor.restarts,
+                "process_id": self.supervisor.process_id,
+            },
+            "server": asdict(self.config),
+            "stats": stats,
+        }

@@ -1,0 +1,40 @@
+"""The engine process: `python -m diffusion_rl.server.worker DESCRIPTOR`, started by the service with an `EngineConfig`
+as JSON on its standard input. Imports no FastAPI."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.params import RolloutParams, params_from_mapping
+from diffusion_rl.sample import RolloutSample
+from engine_control.step_loop import StepLoop
+from engine_control.worker import EngineWorker, connection_from_descriptor
+
+
+def main() -> None:
+    """Serves one engine until the service goes away."""
+    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
+    connection = connection_from_descriptor(int(sys.argv[1]))
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    worker: EngineWorker[RolloutParams, list[RolloutSample]] = EngineWorker(
+        connection, read_request=params_from_mapping, write_result=lambda samples: samples
+    )
+    worker.run(lambda: _build(config))
+
+
+def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSample]], Mapping[str, object]]:
+    from diffusion_rl.rollout.engine import build_engine  # seconds of imports, while the socket is already watched
+
+    engine = build_engine(config)
+    loop = StepLoop(engine)
+    loop.register("describe", lambda arguments: engine.describe())
+    return loop, engine.describe()
+
+
+if __name__ == "__main__":
+    main()

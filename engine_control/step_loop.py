@@ -1,0 +1,191 @@
+"""The loop that every engine runs, in one thread.
+
+Commands (a new request, an abort, a call by name) wait in a mailbox and run between two steps, never inside one, in the
+order in which they were posted. Each answers through a future, so that the caller may be another thread of this
+process, or the socket's reader in an engine process, or nobody's thread at all:
+
+    loop = StepLoop(engine)
+    answers = [loop.submit(f"request-{i}", request) for i, request in enumerate(requests)]
+    loop.run_until_idle()
+    results = [answer.result() for answer in answers]
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from engine_control.engine import Finished, StepEngine
+from engine_control.errors import (
+    EngineError,
+    EngineFaultError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+Handler = Callable[[Mapping[str, Any]], object]
+
+
+class StepLoop(Generic[Request, Result]):
+    """Steps one engine. `submit`, `abort`, `call` and `stop` may be called from any thread; the rest from one only."""
+
+    def __init__(self, engine: StepEngine[Request, Result]) -> None:
+        self._engine = engine
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: dict[str, Future[Result]] = {}
+        self._handlers: dict[str, Handler] = {"stats": lambda arguments: engine.stats()}
+        self._stopping = False
+
+    def register(self, name: str, handler: Handler) -> None:
+        """Adds a command. Afterwards `call(name, ...)` runs the handler between two steps. Call it before `run`."""
+        self._handlers[name] = handler
+
+    def submit(self, request_id: str, request: Request) -> Future[Result]:
+        """Posts a request. The future gets its result, or the `EngineError` that ended it; it can't be cancelled."""
+        future = _running_future()
+        self._mailbox.put(lambda: self._add(request_id, request, future))
+        return future
+
+    def abort(self, request_id: str) -> Future[bool]:
+        """Posts an abort. Afterwards the request's own future holds a `RequestAbortedError`, and no step computes
+        anything for it. The answer says whether there was such a request."""
+        future = _running_future()
+        self._mailbox.put(lambda: _answer(future, lambda: self._abort(request_id)))
+        return future
+
+    def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Future[object]:
+        """Posts a named command. The future gets what its handler returns, or an `EngineError`."""
+        future = _running_future()
+        self._mailbox.put(lambda: _answer(future, lambda: self._call(name, arguments or {})))
+        return future
+
+    def stop(self) -> None:
+        """Posts the end. `run` returns after the commands before it; unfinished requests get an error."""
+        self._mailbox.put(self._stop)
+
+    def run(self) -> None:
+        """Runs until `stop`. Without work it sleeps on the mailbox.
+
+        A step that raises fails the requests in the engine, and the loop goes on; only an error of the device itself,
+        which no later step would survive either, leaves this method too.
+        """
+        while not self._stopping:
+            self._run_commands(wait=not self._engine.has_unfinished_requests())
+            self._step()
+        self._fail_all(EngineUnavailableError("the engine is shutting down", hint="Send the request again later."))
+
+    def run_until_idle(self) -> None:
+        """Runs until the mailbox is empty and the engine has nothing to do. For use without a thread of its own."""
+        self._run_commands(wait=False)
+        while self._engine.has_unfinished_requests() and not self._stopping:
+            self._step()
+            self._run_commands(wait=False)
+
+    def _run_commands(self, *, wait: bool) -> None:
+        try:
+            while not self._stopping:
+                self._mailbox.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _step(self) -> None:
+        if self._stopping or not self._engine.has_unfinished_requests():
+            return
+        try:
+            finished = self._engine.step()
+        except Exception as error:
+            logger.exception("a step failed; its requests are answered with an error")
+            self._fail_all(_as_engine_error(error))
+            if isinstance(error, torch.AcceleratorError):
+                raise  # such an error sticks to the process: every later step would fail too, so it must be replaced
+            return
+        for item in finished:
+            self._finish(item)
+
+    def _finish(self, item: Finished[Result]) -> None:
+        future = self._waiting.pop(item.request_id, None)
+        if future is None:
+            logger.error("the engine finished %r, which nobody waits for", item.request_id)
+        elif item.error is not None:
+            future.set_exception(item.error)
+        else:
+            future.set_result(item.result)  # type: ignore[arg-type]
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Afterwards the engine is empty and nobody waits, whatever the engine handed out."""
+        for item in self._engine.fail_unfinished(error):
+            self._finish(item)
+        while self._waiting:
+            self._waiting.popitem()[1].set_exception(error)
+
+    def _add(self, request_id: str, request: Request, future: Future[Result]) -> None:
+        if request_id in self._waiting:
+            future.set_exception(
+                InvalidRequestError(
+                    "a request with this id is already being computed",
+                    code="duplicate_request_id",
+                    field="rid",
+                    value=request_id,
+                    hint="Choose an id that is not in use, or none.",
+                )
+            )
+            return
+        try:
+            self._engine.add_request(request_id, request)
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("a request could not be admitted")
+                self._engine.abort_request(request_id)
+            future.set_exception(_as_engine_error(error))
+            return
+        self._waiting[request_id] = future
+
+    def _abort(self, request_id: str) -> bool:
+        found = self._engine.abort_request(request_id)
+        future = self._waiting.pop(request_id, None)
+        if future is not None:
+            future.set_exception(RequestAbortedError("the request was aborted", field="rid", value=request_id))
+        return found or future is not None
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> object:
+        if name not in self._handlers:
+            known = ", ".join(sorted(self._handlers))
+            raise InvalidRequestError(f"unknown command {name!r}", code="unknown_command", hint=f"Known: {known}.")
+        return self._handlers[name](arguments)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+
+def _running_future() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on cancel() does nothing, so that an answer always fits
+    return future
+
+
+def _answer(future: Future[Any], compute: Callable[[], object]) -> None:
+    try:
+        future.set_result(compute())
+    except Exception as error:
+        if not isinstance(error, EngineError):
+            logger.exception("a command failed")
+        future.set_exception(_as_engine_error(error))
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    fault = EngineFaultError(f"{type(error).__name__}: {error}", hint="The engine's log has the traceback.")
+    fault.__cause__ = error
+    return fault

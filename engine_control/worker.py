@@ -1,0 +1,174 @@
+"""The engine process's side of the socket, and the messages that both sides exchange.
+
+The HTTP process sends operations, the engine process one reply to each, in whichever order they finish. Before the
+first reply comes one `Ready`. When the HTTP process goes away, for whatever reason, the engine process ends: no
+orphans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from engine_control.errors import EngineError, EngineFaultError, ErrorMessage
+from engine_control.step_loop import StepLoop
+from engine_control.wire import PeerClosedError, WireError, receive_message, send_message
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+EXIT_GRACE_S = 2.0  # how long the step in progress may take when the HTTP process is gone
+SEND_BUFFER_BYTES = 4 * 1024 * 1024
+
+
+class Add(msgspec.Struct, tag="add", frozen=True):
+    """Rolls a request out. The reply is its result."""
+
+    id: int
+    request_id: str
+    request: Any
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Drops a request between two steps. The reply is whether there was one."""
+
+    id: int
+    request_id: str
+
+
+class Call(msgspec.Struct, tag="call", frozen=True):
+    """Runs a named command between two steps. The reply is what its handler returned."""
+
+    id: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The engine is built; what it says of itself."""
+
+    description: dict[str, Any]
+
+
+class Reply(msgspec.Struct, tag="reply", frozen=True):
+    """The answer to the operation of that id: a result or an error."""
+
+    id: int
+    result: Any = None
+    error: ErrorMessage | None = None
+
+
+Operation = Add | Abort | Call
+
+
+class EngineWorker(Generic[Request, Result]):
+    """Serves one step loop over one socket.
+
+    Three threads: a reader that posts operations to the loop's mailbox, the caller's, which steps, and a sender, so
+    that a big reply doesn't hold up the next step.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        read_request: Callable[[Any], Request],
+        write_result: Callable[[Result], object],
+    ) -> None:
+        self._connection = connection
+        self._read_request = read_request
+        self._write_result = write_result
+        self._loop: Future[StepLoop[Request, Result]] = Future()
+        self._outbox: queue.SimpleQueue[tuple[Operation, Future[Any]] | None] = queue.SimpleQueue()
+
+    def run(self, build: Callable[[], tuple[StepLoop[Request, Result], Mapping[str, object]]]) -> None:
+        """Builds the engine, announces it with the description that `build` returns beside the loop, and serves it
+        until the other end closes the connection.
+
+        Whatever `build` raises leaves this method; the supervisor reports the last lines of the standard error.
+        """
+        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+        loop, description = build()
+        send_message(self._connection, Ready(dict(description)))
+        self._loop.set_result(loop)
+        sender = threading.Thread(target=lambda: self._send(loop), name="engine-sender", daemon=True)
+        sender.start()
+        loop.run()
+        self._outbox.put(None)
+        sender.join(EXIT_GRACE_S)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                operation = msgspec.convert(receive_message(self._connection), Operation)
+                self._post(self._loop.result(), operation)
+        except PeerClosedError:
+            logger.info("the HTTP process is gone; so is this engine")
+        except (WireError, msgspec.ValidationError, OSError) as error:
+            logger.error("the connection to the HTTP process broke: %s", error)
+        if self._loop.done():
+            self._loop.result().stop()
+            time.sleep(EXIT_GRACE_S)
+        os._exit(1)  # reached only while a model loads, or in a step that outlasts the grace: nobody waits for either
+
+    def _post(self, loop: StepLoop[Request, Result], operation: Operation) -> None:
+        match operation:
+            case Add():
+                try:
+                    answer: Future[Any] = loop.submit(operation.request_id, self._read_request(operation.request))
+                except EngineError as error:
+                    answer = Future()
+                    answer.set_exception(error)
+            case Abort():
+                answer = loop.abort(operation.request_id)
+            case Call():
+                answer = loop.call(operation.name, operation.arguments)
+        answer.add_done_callback(lambda done: self._outbox.put((operation, done)))
+
+    def _send(self, loop: StepLoop[Request, Result]) -> None:
+        try:
+            while (item := self._outbox.get()) is not None:
+                operation, answer = item
+                self._send_reply(operation.id, self._reply(operation, answer))
+                del item, answer  # or this frame would keep the result of the last request until the next one
+        except OSError as error:
+            logger.info("a reply found no reader: %s", error)
+        finally:
+            loop.stop()  # an engine that can't answer is of no use, whatever the reason
+
+    def _send_reply(self, number: int, reply: Reply) -> None:
+        try:
+            send_message(self._connection, reply)
+        except WireError as error:
+            fault = EngineFaultError(f"the reply can't be sent: {error}", hint="Ask for less at once.")
+            send_message(self._connection, Reply(number, error=fault.to_message()))
+
+    def _reply(self, operation: Operation, answer: Future[Any]) -> Reply:
+        error = answer.exception()
+        if isinstance(error, EngineError):
+            return Reply(operation.id, error=error.to_message())
+        if error is not None:
+            raise error
+        result = answer.result()
+        return Reply(operation.id, self._write_result(result) if isinstance(operation, Add) else result)
+
+
+def connection_from_descriptor(descriptor: int) -> socket.socket:
+    """The socket that the supervisor handed down. Afterwards no process that this one starts inherits it, and a
+    terminal's Ctrl-C, which every process of the group gets, is left to the HTTP process."""
+    os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    return connection

@@ -1,0 +1,113 @@
+"""One real service for the whole session: an HTTP process, and its engine process with the tiny SD3 pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+
+from diffusion_rl.client import RolloutClient
+
+REPOSITORY = Path(__file__).parent.parent
+START_TIMEOUT_S = 120.0
+LIMITS = {"max_num_outputs_per_prompt": 16, "max_num_inference_steps": 1000, "max_pixels": 512 * 512}
+SERVE = """
+import json, sys
+from diffusion_rl.config import EngineConfig, ServerConfig
+from diffusion_rl.params import Limits
+from diffusion_rl.server.app import serve
+engine, limits, server = json.loads(sys.argv[1])
+serve(EngineConfig(**engine, limits=Limits(**limits)), ServerConfig(**server))
+"""
+
+
+@dataclass
+class Service:
+    """A running service, as its users see it."""
+
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.base_url, timeout=120)
+
+    def client(self, wire: str = "safetensors") -> RolloutClient:
+        return RolloutClient(self.base_url, timeout=120, wire=wire)  # type: ignore[arg-type]
+
+    def generate(self, body: object, **headers: str) -> httpx.Response:
+        return self.http.post("/rollout/generate", json=body, headers={"accept": "application/json", **headers})
+
+    def stats(self) -> dict[str, float]:
+        stats: dict[str, float] = self.http.get("/server_info").json()["stats"]
+        return stats
+
+    def engine_process_id(self) -> int:
+        return int(self.http.get("/server_info").json()["engine"]["process_id"])
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(tiny_models.sd3_pipeline(), tmp_path_factory.mktemp("models") / "sd3")
+
+
+@pytest.fixture(scope="session")
+def service(tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Speaks msgpack to clients that name no encoding."""
+    engine: dict[str, object] = {"model_path": str(tiny_sd3_folder)}
+    server: dict[str, object] = {"port": free_port(), "rollout_wire": "msgpack", "served_model_name": "tiny-sd3"}
+    log = tmp_path_factory.mktemp("service") / "log.txt"
+    started = start_service(engine, server, log)
+    started.wait_until(started.healthy)
+    yield started
+    stop_service(started)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_service(engine: dict[str, object], server: dict[str, object], log: Path) -> Service:
+    """Starts a service in a process of its own, and doesn't wait for it."""
+    roots = [str(REPOSITORY), str(REPOSITORY / "kernels")]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, json.dumps([engine, LIMITS, server])],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+        )
+    return Service(f"http://127.0.0.1:{server['port']}", process, log)
+
+
+def stop_service(service: Service) -> None:
+    service.http.close()
+    service.process.send_signal(signal.SIGTERM)
+    service.process.wait(30)
