@@ -1,0 +1,135 @@
+"""The options of the commands, with their help. A default that is None leaves the choice to the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffusion_rl.config import EngineConfig, TimestepsForm, Wire
+from engine_control.errors import InvalidRequestError
+
+EMBEDDED = EngineConfig().model_path
+REPLIES = "Requests and replies"
+LIMITS = "Largest accepted request"
+STEPS = "Stochastic steps"
+LOADING = "Model"
+
+
+def _limit(text: str) -> typer.models.OptionInfo:
+    return typer.Option(min=1, help=text, rich_help_panel=LIMITS)  # type: ignore[no-any-return]
+
+
+def _step(*names: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, rich_help_panel=STEPS)  # type: ignore[no-any-return]
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", show_default=EMBEDDED, help="A diffusers folder, a hub id, or 'embedded'."),
+]
+ModelPath = Annotated[str | None, typer.Option(help="The same as MODEL, under the name that SGLang uses.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Precision of transformer and encoders: auto (as stored), float32, bfloat16, float16.",
+        rich_help_panel=LOADING,
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)
+]
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")]
+MaxBatchSize = Annotated[int, typer.Option(min=1, help="Samples that one denoising step advances together.")]
+ServedModelName = Annotated[str | None, typer.Option(help="Name of the model in replies; MODEL if left out.")]
+RolloutWire = Annotated[
+    Wire, typer.Option(help="Encoding of replies to clients whose Accept names none.", rich_help_panel=REPLIES)
+]
+LenientFields = Annotated[
+    bool,
+    typer.Option(
+        "--lenient-fields", help="Ignore unknown request fields instead of refusing them.", rich_help_panel=REPLIES
+    ),
+]
+TrajectoryTimesteps = Annotated[
+    TimestepsForm,
+    typer.Option(help="Send all T + 1 timesteps, or only those of the returned states.", rich_help_panel=REPLIES),
+]
+MaxOutputs = Annotated[int, _limit("K, samples of one group.")]
+MaxSteps = Annotated[int, _limit("T, denoising steps.")]
+MaxPixels = Annotated[int, _limit("Width x height.")]
+MaxPrompt = Annotated[int, _limit("Characters of a prompt.")]
+MaxQueued = Annotated[int, _limit("Samples in the engine; for more, clients get a 429.")]
+MaxBody = Annotated[int, _limit("MiB of a request's body.")]
+
+Prompts = Annotated[list[str], typer.Option("--prompt", help="What to draw; repeat it for several prompts.")]
+Outputs = Annotated[int, typer.Option("--num-outputs-per-prompt", "-k", help="Samples of each prompt.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Sample i of prompt p gets seed + p * k + i. Left out, one is chosen and shown."),
+]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's default if left out.")]
+GuidanceScale = Annotated[float | None, typer.Option(help="Classifier-free guidance.")]
+TrueCfgScale = Annotated[float | None, typer.Option(help="Qwen-Image's name for its guidance.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+Pixels = Annotated[int | None, typer.Option(help="Pixels; the model's default if left out.")]
+Out = Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)]
+Filmstrips = Annotated[bool, typer.Option(help="Draw every sample's way from noise to picture.")]
+SdeType = Annotated[str | None, _step(text="Step kind: sde (if left out), cps, dance, ode.")]
+NoiseLevel = Annotated[float | None, _step(text="eta; 0.7 if left out, 0 is an ODE.")]
+StepIndices = Annotated[str | None, _step(text="Which steps are stochastic, such as 0,1,2; all if left out.")]
+WindowSize = Annotated[int | None, _step(text="A run of that many stochastic steps instead.")]
+InitSameNoise = Annotated[
+    bool, _step("--init-same-noise", text="Start all samples of a prompt from one initial latent.")
+]
+Model = Annotated[str, typer.Option(help="A diffusers folder, a hub id, or 'embedded'.", rich_help_panel=LOADING)]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="Use the running service there instead of loading a model; the other options of this panel then do "
+        "nothing.",
+        rich_help_panel=LOADING,
+    ),
+]
+
+ServicePort = Annotated[int, typer.Option(min=0, max=65535, help="Port of the service; 0 takes a free one.")]
+Captions = Annotated[int, typer.Option(min=1, max=200, help="How many captions to roll out.")]
+Show = Annotated[
+    bool | None, typer.Option("--show/--no-show", help="Draw the pictures here; in a terminal by default.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]
+
+
+def chosen_model(argument: str | None, option: str | None) -> str:
+    """The model that was named, either way; the embedded one if none was.
+
+    Raises:
+        InvalidRequestError: two different ones were named.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise InvalidRequestError(
+            f"two models are named: {argument!r} and --model-path {option!r}",
+            field="model_path",
+            value=option,
+            hint="Name one; MODEL and --model-path are the same thing.",
+        )
+    return argument or option or EMBEDDED
+
+
+def step_indices(text: str | None) -> list[int] | None:
+    """`0,1,2` as numbers.
+
+    Raises:
+        InvalidRequestError: it is no such list.
+    """
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InvalidRequestError(
+            "must be a list of steps", field="sde_step_indices", value=text, hint="Write it like 0,1,2."
+        ) from None

@@ -1,0 +1,64 @@
+"""`diffusion-rl serve`: the HTTP service in the foreground."""
+
+from __future__ import annotations
+
+import typer
+
+from diffusion_rl.cli import options
+from diffusion_rl.config import EngineConfig, ServerConfig
+from diffusion_rl.params import Limits
+
+ENGINE, SERVER, LIMITS = EngineConfig(), ServerConfig(), Limits()
+MEBIBYTE = 1024 * 1024
+INTERRUPTED = 130  # exit code, as shells have it
+
+
+def serve(
+    model: options.ModelArgument = None,
+    model_path: options.ModelPath = None,
+    host: options.Host = SERVER.host,
+    port: options.Port = SERVER.port,
+    dtype: options.Dtype = ENGINE.dtype,
+    device: options.Device = ENGINE.device,
+    max_batch_size: options.MaxBatchSize = ENGINE.max_batch_size,
+    served_model_name: options.ServedModelName = SERVER.served_model_name,
+    rollout_wire: options.RolloutWire = SERVER.rollout_wire,
+    lenient_fields: options.LenientFields = SERVER.lenient_fields,
+    dit_trajectory_timesteps: options.TrajectoryTimesteps = SERVER.dit_trajectory_timesteps,
+    max_num_outputs_per_prompt: options.MaxOutputs = LIMITS.max_num_outputs_per_prompt,
+    max_num_inference_steps: options.MaxSteps = LIMITS.max_num_inference_steps,
+    max_pixels: options.MaxPixels = LIMITS.max_pixels,
+    max_prompt_characters: options.MaxPrompt = LIMITS.max_prompt_characters,
+    max_queued_samples: options.MaxQueued = LIMITS.max_queued_samples,
+    max_body_mb: options.MaxBody = SERVER.max_body_bytes // MEBIBYTE,
+) -> None:
+    """Serve rollouts over HTTP until Ctrl-C or SIGTERM.
+
+    POST prompts to /rollout/generate; /docs describes every field, and /health says when the engine is ready.
+
+    What is set here never fills in a field of a request: a field that a request leaves out gets the model's default.
+    """
+    limits = Limits(
+        max_num_outputs_per_prompt=max_num_outputs_per_prompt,
+        max_num_inference_steps=max_num_inference_steps,
+        max_pixels=max_pixels,
+        max_prompt_characters=max_prompt_characters,
+        max_queued_samples=max_queued_samples,
+    )
+    chosen = options.chosen_model(model, model_path)
+    engine_config = EngineConfig(chosen, dtype, device, max_batch_size, limits=limits)
+    server_config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        rollout_wire=rollout_wire,
+        lenient_fields=lenient_fields,
+        dit_trajectory_timesteps=dit_trajectory_timesteps,
+        max_body_bytes=max_body_mb * MEBIBYTE,
+    )
+    from diffusion_rl.server.app import serve as serve_http
+
+    try:
+        serve_http(engine_config, server_config)
+    except KeyboardInterrupt:  # the service has stopped by now
+        raise typer.Exit(INTERRUPTED) from None
