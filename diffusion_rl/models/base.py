@@ -179,6 +179,8 @@ class ModelFamily(ABC):
         if params.sigmas is not None and params.sigmas[-1] == 0:
             sigmas = torch.tensor(params.sigmas, dtype=torch.float32)
             return sigmas, sigmas * scheduler.config.num_train_timesteps
+        if steps == 1 and scheduler.config.shift_terminal:
+            scheduler.register_to_config(shift_terminal=None)  # stretching a single step would divide by zero
         mu = {"mu": self.dynamic_shift(*size)} if scheduler.config.use_dynamic_shifting else {}
         given = list(params.sigmas) if params.sigmas is not None else self.default_sigmas(steps)
         if given is None:
@@ -186,6 +188,7 @@ class ModelFamily(ABC):
         else:
             scheduler.set_timesteps(sigmas=given, device="cpu", **mu)
         timesteps = scheduler.timesteps.float()
+        _refuse_bad_grid(scheduler.sigmas, params)
         return scheduler.sigmas.float().cpu(), torch.cat([timesteps, timesteps.new_zeros(1)])
 
     def _defaults(self, folder: Path | None) -> Defaults:
@@ -229,6 +232,17 @@ def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, batch: Deno
     scales = torch.tensor([c.guidance_scale for c in batch.conditioning], dtype=torch.float32)
     scales = scales.to(negative.device).reshape((-1,) + (1,) * (negative.dim() - 1))
     return negative + (scales * (positive - negative).float()).to(negative.dtype)
+
+
+def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
+    """Refuses a grid that isn't finite and strictly falling, as an extreme shift can make it in fp32."""
+    if not sigmas.isfinite().all() or not (sigmas.diff() < 0).all():
+        raise InvalidRequestError(
+            "the scheduler's sigmas don't fall strictly",
+            field="flow_shift" if params.sigmas is None else "sigmas",
+            value=params.flow_shift if params.sigmas is None else list(params.sigmas),
+            hint="Use a smaller shift, fewer steps, or a final grid of your own in `sigmas`.",
+        )
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from diffusion_rl.models.base import (
 )
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
-from rl_kernels import exact_mode
+from rl_kernels import exact_forward
 
 
 class QwenImageFamily(ModelFamily):
@@ -73,8 +73,9 @@ class QwenImageFamily(ModelFamily):
         text, plan = self._text_rows(batch, tokens)
         copies = self._row_copies(batch)
         timesteps = batch.timesteps.to(batch.latents.dtype) / 1000  # in the latents' dtype, as the pipeline has it
-        with exact_mode(plan):
-            velocity = (transformer or self.transformer)(
+        model = transformer or self.transformer
+        with exact_forward(model, plan):
+            velocity = model(
                 hidden_states=torch.cat([batch.latents] * copies),
                 timestep=torch.cat([timesteps] * copies),
                 encoder_hidden_states=text,

@@ -16,7 +16,7 @@ from diffusion_rl.models.base import (
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from engine_control.errors import InvalidRequestError
-from rl_kernels import exact_mode
+from rl_kernels import exact_forward
 
 
 class StableDiffusion3Family(ModelFamily):
@@ -90,8 +90,9 @@ class StableDiffusion3Family(ModelFamily):
         text, plan = self._text_rows(batch, self._image_tokens(batch.height, batch.width))
         copies = self._row_copies(batch)
         pooled = torch.stack([p.pooled for p in self._prompts(batch) if p.pooled is not None])
-        with exact_mode(plan):
-            velocity = (transformer or self.transformer)(
+        model = transformer or self.transformer
+        with exact_forward(model, plan):
+            velocity = model(
                 hidden_states=torch.cat([batch.latents] * copies),
                 timestep=torch.cat([batch.timesteps] * copies),
                 encoder_hidden_states=text,
