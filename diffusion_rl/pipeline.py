@@ -16,6 +16,7 @@ from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
+from engine_control.step_loop import StepLoop
 
 Progress = Callable[[int, int], None]
 
@@ -31,7 +32,7 @@ class RolloutPipeline:
         self, pipeline: Any, *, config: EngineConfig | None = None, defaults_folder: Path | None = None
     ) -> None:
         """Wraps a diffusers pipeline that is loaded already; its modules are set to eval and lose `requires_grad`."""
-        self._engine = RolloutEngine(family_for(pipeline, defaults_folder), config)
+        self._take(RolloutEngine(family_for(pipeline, defaults_folder), config))
 
     @classmethod
     def from_pretrained(
@@ -45,8 +46,12 @@ class RolloutPipeline:
     def from_config(cls, config: EngineConfig) -> RolloutPipeline:
         """Loads what `config` names."""
         made = cls.__new__(cls)
-        made._engine = build_engine(config)
+        made._take(build_engine(config))
         return made
+
+    def _take(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._loop: StepLoop[RolloutParams, list[RolloutSample]] = StepLoop(engine)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -87,20 +92,20 @@ class RolloutPipeline:
         return replay(self._engine.family, samples, transformer=transformer, steps=steps)
 
     def _run(self, requests: list[RolloutParams], progress: Progress | None) -> list[RolloutSample]:
-        ids = [uuid.uuid4().hex for _ in requests]
-        results: dict[str, list[RolloutSample]] = {}
+        """Runs the requests to their end, in the same loop as the service, in this thread."""
+        engine, ids = self._engine, [uuid.uuid4().hex for _ in requests]
+        for request in requests:
+            engine.check_request(request)
+        answers = [self._loop.submit(i, request) for i, request in zip(ids, requests, strict=True)]
+        total = sum(r.num_outputs_per_prompt * engine.step_count(r) for r in requests) if progress else 0
+
+        def report() -> None:
+            if progress is not None:
+                progress(total - engine.remaining_evaluations(), total)
+
         try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self._engine.add_request(request_id, request)
-            total = self._engine.remaining_evaluations()
-            while self._engine.has_unfinished_requests():
-                for finished in self._engine.step():
-                    if finished.error is not None:
-                        raise finished.error
-                    results[finished.request_id] = finished.result or []
-                if progress is not None:
-                    progress(total - self._engine.remaining_evaluations(), total)
+            self._loop.run_until_idle(report)
         finally:
             for request_id in ids:
-                self._engine.abort_request(request_id)
-        return [sample for request_id in ids for sample in results[request_id]]
+                engine.abort_request(request_id)
+        return [sample for answer in answers for sample in answer.result()]

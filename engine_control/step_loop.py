@@ -84,11 +84,16 @@ class StepLoop(Generic[Request, Result]):
             self._step()
         self._fail_all(EngineUnavailableError("the engine is shutting down", hint="Send the request again later."))
 
-    def run_until_idle(self) -> None:
-        """Runs until the mailbox is empty and the engine has nothing to do. For use without a thread of its own."""
+    def run_until_idle(self, after_step: Callable[[], None] | None = None) -> None:
+        """Runs until the mailbox is empty and the engine has nothing to do. For use without a thread of its own.
+
+        `after_step` is called after every step, between steps like a command.
+        """
         self._run_commands(wait=False)
         while self._engine.has_unfinished_requests() and not self._stopping:
             self._step()
+            if after_step is not None:
+                after_step()
             self._run_commands(wait=False)
 
     def _run_commands(self, *, wait: bool) -> None:

@@ -88,6 +88,15 @@ def service(tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     stop_service(started)
 
 
+@pytest.fixture
+def embedded_service(tmp_path: Path) -> Iterator[str]:
+    """Address of a service of the embedded model, configured by nothing but its port."""
+    started = start_service({}, {"port": free_port()}, tmp_path / "log.txt")
+    started.wait_until(started.healthy)
+    yield started.base_url
+    stop_service(started)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

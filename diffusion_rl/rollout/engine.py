@@ -62,9 +62,12 @@ class RolloutEngine:
 
     def add_request(self, request_id: str, request: RolloutParams) -> None:
         """Checks the request against the model and queues it; see `StepEngine.add_request`."""
-        request.validate(self.config.limits, step_kinds=step_kinds.names())
         self._queue.add(self._plan(request_id, request))
         self._arrivals += 1
+
+    def check_request(self, request: RolloutParams) -> None:
+        """Refuses what `add_request` would refuse for the request's own sake, and queues nothing."""
+        self._plan("", request)
 
     def abort_request(self, request_id: str) -> bool:
         known = self._queue.remove(request_id)
@@ -100,6 +103,10 @@ class RolloutEngine:
         names = ("steps", "evaluations", "samples_finished", "requests_finished", "requests_failed", "requests_aborted")
         return {**{n: float(self._counts[n]) for n in names}, **{n: float(v) for n, v in gauges.items()}}
 
+    def step_count(self, params: RolloutParams) -> int:
+        """T, the number of steps that a request takes."""
+        return _step_count(params, self.family.defaults.num_inference_steps)
+
     def remaining_evaluations(self) -> int:
         """Sample-steps that the requests in the engine still need, shared ones counted once for each sample."""
         return self._queue.remaining_evaluations()
@@ -132,11 +139,12 @@ class RolloutEngine:
 
     def _plan(self, request_id: str, params: RolloutParams) -> RequestState:
         """All that a request is, before any model work; refuses what this model can't do."""
+        params.validate(self.config.limits, step_kinds=step_kinds.names())
         family, defaults = self.family, self.family.defaults
         size = (params.height or defaults.height, params.width or defaults.width)
         check_pixels(size[1], size[0], self.config.limits)
         family.check_size(*size)
-        steps = _step_count(params, defaults.num_inference_steps)
+        steps = self.step_count(params)
         check_step_fields(params, steps)
         length = params.max_sequence_length or defaults.max_sequence_length
         scale, negative = family.guidance(params)

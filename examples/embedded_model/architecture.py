@@ -21,7 +21,7 @@ class Architecture:
     """The sizes of every part; the VAE is fixed but for its latent channels."""
 
     latent_channels: int = 4
-    hidden: int = 64
+    hidden: int = 128
     layers: int = 2
     heads: int = 8
     text_hidden: int = 64
@@ -124,8 +124,13 @@ def build_vae(latent_channels: int) -> AutoencoderKL:
     )
 
 
-def save_pipeline(model: TextToImage, vae: AutoencoderKL, tokenizer: CLIPTokenizer, folder: str, shift: float) -> None:
-    """Write the diffusers folder, with vocab.json and merges.txt beside tokenizer.json for older readers."""
+def save_pipeline(
+    model: TextToImage, vae: AutoencoderKL, tokenizer: CLIPTokenizer, folder: str, shift: float, defaults: dict
+) -> None:
+    """Write the diffusers folder, with vocab.json and merges.txt beside tokenizer.json for older readers.
+
+    `defaults` become rollout_defaults.json: what a rollout request gets for the fields that it leaves out.
+    """
     parts = {name: copy.deepcopy(part).float().cpu().eval() for name, part in [("vae", vae), *model.named_children()]}
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     absent = {"text_encoder_3": None, "tokenizer_3": None}
@@ -133,6 +138,7 @@ def save_pipeline(model: TextToImage, vae: AutoencoderKL, tokenizer: CLIPTokeniz
         **parts, **absent, scheduler=scheduler, tokenizer=tokenizer, tokenizer_2=tokenizer
     )
     pipeline.save_pretrained(folder)
+    Path(folder, "rollout_defaults.json").write_text(json.dumps(defaults) + "\n")
     for name in ("tokenizer", "tokenizer_2"):
         bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
