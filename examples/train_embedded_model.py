@@ -46,7 +46,7 @@ PIPELINE_ZERO_TOKENS = 256
 class Settings(Architecture):
     """Every knob of a run; each is a command-line option of the same name."""
 
-    out: str = "diffusion_rl/assets/shapes64"
+    out: str = "diffusion_rl/assets/shapes-64"
     results: str = "examples/embedded_model"
     device: str = "cpu"
     seed: int = 0

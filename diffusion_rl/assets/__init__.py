@@ -9,4 +9,4 @@ def embedded_model_path() -> Path:
     The folder loads with `diffusers.DiffusionPipeline.from_pretrained` as a `StableDiffusion3Pipeline` that makes
     64 x 64 pixel pictures of the captions in `diffusion_rl.shapes`. `examples/train_embedded_model.py` made it.
     """
-    return Path(__file__).resolve().parent / "shapes64"
+    return Path(__file__).resolve().parent / "shapes-64"
