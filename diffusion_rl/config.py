@@ -21,6 +21,8 @@ class EngineConfig:
     device: `auto` is the first GPU if there is one, else the CPU.
     max_batch_size: samples that one step advances together; with guidance each is two rows of the transformer's batch.
     prompt_cache_size: encoded prompts kept for the next group that asks for them.
+    deterministic: `auto` is exact mode wherever the model is certified for it on its device; `on` insists on it, and
+        fails at start-up by name where it can't be had; `off` leaves the libraries as they are.
     """
 
     model_path: str = "embedded"
@@ -28,6 +30,7 @@ class EngineConfig:
     device: str = "auto"
     max_batch_size: int = 32
     prompt_cache_size: int = 256
+    deterministic: Literal["auto", "on", "off"] = "auto"
     limits: Limits = field(default_factory=Limits)
 
 
@@ -39,7 +42,13 @@ class ServerConfig:
     lenient_fields: ignore unknown request fields instead of refusing them (for foreign clients).
     dit_trajectory_timesteps: `full` sends all T + 1 timesteps; `filtered` only those of the returned states.
     max_restarts: engine crashes in a row (without a finished request between) after which the service gives up.
+    max_body_bytes: longest request body; a longer one gets a 413.
+    body_timeout_s: how long a request's headers may take to arrive (then the connection is closed), and after them its
+        body (then it gets a 408).
     max_requests_in_flight: rollout requests, from their arrival to the last byte of their reply; more get a 429.
+    max_reply_bytes_in_flight: while replies of more than that together are not taken by their clients, further rollout
+        requests get a 429. Replies that were being computed by then still come on top.
+    send_timeout_s: how long a client may take for a piece of its reply of at most 1 MiB; then it is dropped.
     health_generate_timeout_s: how long `/health_generate` waits for its tiny rollout.
     """
 
@@ -49,10 +58,13 @@ class ServerConfig:
     rollout_wire: Wire = "json"
     lenient_fields: bool = False
     dit_trajectory_timesteps: TimestepsForm = "full"
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
     engine_start_timeout_s: float = 600.0
     max_restarts: int = 5
     max_requests_in_flight: int = 2048
+    max_reply_bytes_in_flight: int = 4 * 1024**3
+    send_timeout_s: float = 60.0
     health_generate_timeout_s: float = 30.0
 
 

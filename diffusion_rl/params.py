@@ -15,6 +15,9 @@ OutputType = Literal["image", "latent", "both"]
 OutputDtype = Literal["float32", "uint8"]
 StorageDtype = Literal["float32", "bfloat16", "float16"]
 MAX_SEED = 2**64 - 1
+MAX_SCALE = 1e4  # of guidance and shift; beyond it a half-precision model overflows
+MAX_NOISE_LEVEL = 1e3
+MAX_COEFFICIENT = 1e6
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Limits:
     max_num_inference_steps: int = 200
     max_pixels: int = 2048 * 2048
     max_prompt_characters: int = 8192
+    max_sequence_length: int = 1024
     max_queued_samples: int = 4096
 
 
@@ -99,6 +103,7 @@ class RolloutParams:
         Raises:
             InvalidRequestError: naming the field, its value and the way out. Nothing has been computed.
         """
+        _check_types(self)
         _check_prompt(self, limits)
         _check_numbers(self, limits)
         _check_seeds(self)
@@ -108,9 +113,13 @@ class RolloutParams:
         _check_choice("rollout_latents_dtype", self.rollout_latents_dtype, get_args(StorageDtype))
         _check_noise_level(self)
         _check_affine(self)
-        _check_sigmas(self)
+        _check_sigmas(self, limits)
         if self.num_inference_steps is not None:
             check_step_fields(self, self.num_inference_steps)
+
+
+BOOLEANS = tuple(f.name for f in fields(RolloutParams) if isinstance(f.default, bool))
+SEQUENCES = tuple(f.name for f in fields(RolloutParams) if str(f.type).startswith("tuple"))
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,17 @@ def _frozen(value: object) -> object:
     return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
 
 
+def _check_types(params: RolloutParams) -> None:
+    """Flags that are no booleans, and lists that are none: Python callers get the errors that HTTP callers get."""
+    for name in BOOLEANS:
+        if not isinstance(getattr(params, name), bool):
+            raise InvalidRequestError("must be true or false", field=name, value=getattr(params, name))
+    for name in SEQUENCES:
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, tuple):
+            raise InvalidRequestError("must be a list", field=name, value=value, hint="Send a list, or leave it out.")
+
+
 def _check_prompt(params: RolloutParams, limits: Limits) -> None:
     for name in ("prompt", "negative_prompt"):
         value = getattr(params, name)
@@ -173,6 +193,8 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
             continue
         if not isinstance(value, str):
             raise InvalidRequestError("must be a string", field=name, value=value, hint="Send one prompt a request.")
+        if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+            raise InvalidRequestError("holds half a surrogate pair, which is no text", field=name, hint="Send UTF-8.")
         if len(value) > limits.max_prompt_characters:
             raise LimitExceededError(
                 f"{len(value)} characters, at most {limits.max_prompt_characters} are accepted",
@@ -186,7 +208,11 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
 
 def _check_numbers(params: RolloutParams, limits: Limits) -> None:
     _check_integer("num_outputs_per_prompt", params.num_outputs_per_prompt, 1, limits.max_num_outputs_per_prompt)
-    for name, top in (("num_inference_steps", limits.max_num_inference_steps), ("max_sequence_length", 4096)):
+    tops = {
+        "num_inference_steps": limits.max_num_inference_steps,
+        "max_sequence_length": limits.max_sequence_length,
+    }
+    for name, top in tops.items():
         if getattr(params, name) is not None:
             _check_integer(name, getattr(params, name), 1, top)
     for name in ("width", "height"):
@@ -196,7 +222,7 @@ def _check_numbers(params: RolloutParams, limits: Limits) -> None:
         check_pixels(params.width, params.height, limits)
     for name in ("guidance_scale", "true_cfg_scale", "flow_shift"):
         if getattr(params, name) is not None:
-            _check_finite(name, getattr(params, name), low=0.0)
+            _check_finite(name, getattr(params, name), low=0.0, high=MAX_SCALE)
     if params.flow_shift == 0:
         raise InvalidRequestError("must be above 0", field="flow_shift", value=0, hint="1.0 means no shift.")
     _check_integer("priority", params.priority, -(2**31), 2**31 - 1)
@@ -232,7 +258,7 @@ def _check_seeds(params: RolloutParams) -> None:
 
 
 def _check_noise_level(params: RolloutParams) -> None:
-    _check_finite("rollout_noise_level", params.rollout_noise_level, low=0.0)
+    _check_finite("rollout_noise_level", params.rollout_noise_level, low=0.0, high=MAX_NOISE_LEVEL)
     if params.rollout_sde_type == "cps" and params.rollout_noise_level > 1:
         raise InvalidRequestError(
             "above 1 the coefficients of cps fold back: a larger level would mean less noise",
@@ -257,7 +283,7 @@ def _check_affine(params: RolloutParams) -> None:
                 "each row is (a, b, c, s)", field="affine_coefficients", value=row, hint="Send four numbers a step."
             )
         for value in row:
-            _check_finite("affine_coefficients", value, low=None)
+            _check_finite("affine_coefficients", value, low=-MAX_COEFFICIENT, high=MAX_COEFFICIENT)
         if row[3] < 0:
             raise InvalidRequestError(
                 "a standard deviation can't be negative",
@@ -267,7 +293,7 @@ def _check_affine(params: RolloutParams) -> None:
             )
 
 
-def _check_sigmas(params: RolloutParams) -> None:
+def _check_sigmas(params: RolloutParams, limits: Limits) -> None:
     sigmas = params.sigmas
     if sigmas is None:
         return
@@ -275,8 +301,15 @@ def _check_sigmas(params: RolloutParams) -> None:
         raise InvalidRequestError(
             "must be a non-empty list", field="sigmas", value=sigmas, hint="Leave it out instead."
         )
+    if len(sigmas) > limits.max_num_inference_steps + 1:
+        raise LimitExceededError(
+            f"{len(sigmas)} sigmas, at most {limits.max_num_inference_steps} steps are accepted",
+            field="sigmas",
+            value=len(sigmas),
+            hint="Ask for fewer steps, or raise the server's --max-num-inference-steps.",
+        )
     for value in sigmas:
-        _check_finite("sigmas", value, low=0.0)
+        _check_finite("sigmas", value, low=0.0, high=1.0)
     last = sigmas[-1]
     whole = len(sigmas) > 1 and last == 0
     stepping = sigmas[:-1] if whole else sigmas
@@ -289,6 +322,7 @@ def _check_sigmas(params: RolloutParams) -> None:
             hint="T values are shifted by the scheduler; T + 1 values that end with 0 are used as they stand.",
         )
     count = len(stepping)
+    _check_integer("sigmas", count, 1, limits.max_num_inference_steps)
     if params.num_inference_steps is not None and params.num_inference_steps != count:
         raise InvalidRequestError(
             f"{count} steps in sigmas, num_inference_steps says {params.num_inference_steps}",
@@ -338,7 +372,7 @@ def window_range(params: RolloutParams, steps: int) -> tuple[int, int]:
     """`[low, high)`, the steps in which the window may lie."""
     if params.rollout_sde_window_range is not None:
         bounds = params.rollout_sde_window_range
-        if len(bounds) != 2:
+        if len(bounds) != 2 or not all(isinstance(b, int) and not isinstance(b, bool) for b in bounds):
             raise InvalidRequestError(
                 "must be two steps", field="rollout_sde_window_range", value=bounds, hint="Send [low, high)."
             )
@@ -381,8 +415,10 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise LimitExceededError(f"at most {high} is accepted", field=name, value=value, hint="Ask for less.")
 
 
-def _check_finite(name: str, value: object, *, low: float | None) -> None:
+def _check_finite(name: str, value: object, *, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequestError("must be a finite number", field=name, value=value, hint="Send a plain number.")
-    if low is not None and value < low:
+    if value < low:
         raise InvalidRequestError(f"must be at least {low:g}", field=name, value=value, hint=f"Send {low:g} or more.")
+    if value > high:
+        raise InvalidRequestError(f"must be at most {high:g}", field=name, value=value, hint=f"Send {high:g} or less.")

@@ -31,7 +31,7 @@ class RolloutPipeline:
     def __init__(
         self, pipeline: Any, *, config: EngineConfig | None = None, defaults_folder: Path | None = None
     ) -> None:
-        """Wraps a diffusers pipeline that is loaded already; its modules are set to eval and lose `requires_grad`."""
+        """Wraps a diffusers pipeline that is loaded already; its modules are set to eval."""
         self._take(RolloutEngine(family_for(pipeline, defaults_folder), config))
 
     @classmethod
@@ -100,12 +100,17 @@ class RolloutPipeline:
         total = sum(r.num_outputs_per_prompt * engine.step_count(r) for r in requests) if progress else 0
 
         def report() -> None:
+            for answer in answers:
+                if answer.done() and answer.exception() is not None:
+                    answer.result()
             if progress is not None:
                 progress(total - engine.remaining_evaluations(), total)
 
         try:
             self._loop.run_until_idle(report)
+            return [sample for answer in answers for sample in answer.result()]
         finally:
-            for request_id in ids:
-                engine.abort_request(request_id)
-        return [sample for answer in answers for sample in answer.result()]
+            for request_id, answer in zip(ids, answers, strict=True):
+                if not answer.done():
+                    self._loop.abort(request_id)
+            self._loop.run_until_idle()

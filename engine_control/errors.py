@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 Scalar = str | int | float | bool | None
-VALUE_LIMIT = 200  # characters of a refused value that are repeated to the caller
+VALUE_LIMIT = 200  # characters of a refused field or value that are repeated to the caller
+MESSAGE_LIMIT = 2000
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class EngineError(Exception):
         value: object = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _cut(message, MESSAGE_LIMIT)
+        super().__init__(self.message)
         self.code = code or self.default_code
-        self.field = field
+        self.field = None if field is None else _cut(field, VALUE_LIMIT)
         self.value = shorten(value)
         self.hint = hint
 
@@ -143,8 +144,11 @@ def shorten(value: object) -> Scalar:
     """The value as something short enough to be repeated in an error, and small enough for any encoding."""
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
         return value
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 1] + "…"
+    return _cut(value if isinstance(value, str) else repr(value), VALUE_LIMIT)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def from_message(message: ErrorMessage) -> EngineError:

@@ -14,10 +14,12 @@ from tiny_models import sd3_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import family_for
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers.base import StepTerms
+from engine_control.engine import Finished
 from engine_control.errors import EngineFaultError, InvalidRequestError, NonFiniteOutputError, QueueFullError
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 4, "output_type": "latent"}
@@ -321,7 +323,7 @@ def test_a_shared_prefix_costs_k_plus_g_times_the_rest_and_gives_the_same_bits(
     pipeline: RolloutPipeline, first: int, max_batch: int
 ) -> None:
     steps, group = 4, 5
-    indices = list(range(first, steps))
+    indices = tuple(range(first, steps))
     fields = {"num_outputs_per_prompt": group, "init_same_noise": True, "rollout_sde_step_indices": indices}
     results = {}
     for shared in (True, False):
@@ -365,18 +367,96 @@ def test_an_aborted_request_leaves_the_batch_at_once(pipeline: RolloutPipeline) 
     assert engine.stats()["evaluations"] - before == 3
 
 
-def test_a_non_finite_sample_fails_its_request_alone(pipeline: RolloutPipeline) -> None:
-    engine = RolloutEngine(pipeline.engine.family)
-    engine.add_request("good", request())
-    engine.add_request("bad", request(guidance_scale=1e38, num_outputs_per_prompt=2))
+def run_both(engine: RolloutEngine, bad: RolloutParams, good: RolloutParams) -> Finished[list[RolloutSample]]:
+    """Runs a request that fails beside one that doesn't; returns the failure, after checking the other one's bits."""
+    engine.add_request("good", good)
+    engine.add_request("bad", bad)
     results = {}
     while engine.has_unfinished_requests():
         for finished in engine.step():
+            assert finished.request_id not in results
             results[finished.request_id] = finished
-    assert isinstance(results["bad"].error, NonFiniteOutputError)
+    assert results["good"].result is not None
+    alone = RolloutEngine(family_for(sd3_pipeline()))
+    alone.add_request("good", good)
+    assert_same_bits(results["good"].result[0], run(alone)["good"][0])
     assert results["bad"].result is None
-    assert results["good"].error is None
-    assert_same_bits(results["good"].result[0], pipeline("a red ball", seed=1, **FULL)[0])  # type: ignore[index]
+    assert engine.stats()["requests_failed"] == 1
+    return results["bad"]
+
+
+def test_a_non_finite_sample_fails_its_request_alone() -> None:
+    bad = request(
+        rollout_sde_type="affine", affine_coefficients=((1e6, 1e6, 0.0, 1e6),) * 8, num_inference_steps=8, seed=3
+    )
+    failed = run_both(RolloutEngine(family_for(sd3_pipeline())), bad, request())
+    assert isinstance(failed.error, NonFiniteOutputError)
+
+
+def test_a_picture_that_is_not_finite_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = family_for(sd3_pipeline())
+    decode = family.decode
+    monkeypatch.setattr(family, "decode", lambda x, h, w: decode(x, h, w) * (float("nan") if h == 64 else 1))
+    failed = run_both(RolloutEngine(family), request(height=64, output_type="image"), request(output_type="image"))
+    assert isinstance(failed.error, NonFiniteOutputError)
+
+
+def test_a_fault_while_encoding_or_decoding_one_request_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = family_for(sd3_pipeline())
+    encode, decode = family.encode_prompt, family.decode
+
+    def no_memory_for(condition: bool) -> None:
+        if condition:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(family, "encode_prompt", lambda p, n: no_memory_for(p == "bad") or encode(p, n))
+    monkeypatch.setattr(family, "decode", lambda x, h, w: no_memory_for(h == 64) or decode(x, h, w))
+    for bad in (request(prompt="bad"), request(height=64, output_type="image", num_outputs_per_prompt=3)):
+        failed = run_both(RolloutEngine(family), bad, request(output_type="image"))
+        assert isinstance(failed.error, EngineFaultError)
+        assert "MemoryError: no room" in str(failed.error)
+
+
+def test_the_callers_autocast_changes_no_bit(pipeline: RolloutPipeline) -> None:
+    fields = {**FULL, "rollout_return_denoising_env": True}
+    expected = pipeline("cat", seed=1, **fields)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(pipeline("cat", seed=1, **fields)[0], expected[0])
+        scored = pipeline.replay(expected)
+    assert expected[0].rollout_log_probs is not None
+    assert torch.equal(scored[0].detach(), expected[0].rollout_log_probs)
+
+
+def test_no_more_requests_are_admitted_than_fill_two_batches(pipeline: RolloutPipeline) -> None:
+    engine = RolloutEngine(pipeline.engine.family, EngineConfig(max_batch_size=2))
+    for index in range(12):
+        engine.add_request(str(index), request())
+    engine.step()
+    assert engine.stats()["samples_running"] == 4
+    assert engine.stats()["samples_waiting"] == 8
+    assert len(run(engine)) == 12
+
+
+def test_an_interrupted_call_leaves_nothing_behind(pipeline: RolloutPipeline) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(["cat", "dog"], seed=1, progress=interrupt, **FULL)
+    assert not pipeline.engine.has_unfinished_requests()
+    calls: list[tuple[int, int]] = []
+    pipeline("cat", seed=1, num_outputs_per_prompt=2, progress=lambda *a: calls.append(a), **FULL)
+    assert calls[0] == (2, 8)
+    assert calls[-1] == (8, 8)
+
+
+def test_one_bad_prompt_among_several_computes_nothing(pipeline: RolloutPipeline) -> None:
+    before = pipeline.engine.stats()["evaluations"]
+    with pytest.raises(InvalidRequestError, match="tokens"):
+        pipeline(["cat", "a prompt that is much too long for it"], seed=1, **FULL)
+    assert pipeline.engine.stats()["evaluations"] == before
 
 
 def test_failing_all_hands_each_request_out_once(pipeline: RolloutPipeline) -> None:

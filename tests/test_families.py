@@ -13,7 +13,7 @@ from equality import assert_same_bits
 from tiny_models import qwen_image_pipeline, save, sd3_pipeline
 
 from diffusion_rl import RolloutPipeline
-from diffusion_rl.models import families, family_for
+from diffusion_rl.models import families, family_for, load_family
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.sample import RolloutSample
 from engine_control.errors import InvalidRequestError
@@ -185,6 +185,16 @@ def test_a_saved_folder_loads_and_rolls_out_the_same_bits(case: Case, tmp_path: 
 
 
 @case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_folder_loads_in_the_dtype_that_is_asked_for(case: Case, dtype: torch.dtype, tmp_path: Any) -> None:
+    family = load_family(str(save(case.build(torch.float32), tmp_path / "model")), dtype=dtype)
+    modules = [m for m in family.pipeline.components.values() if isinstance(m, torch.nn.Module)]
+    assert len(modules) >= 3
+    assert {p.dtype for m in modules for p in m.parameters()} == {dtype}
+    assert family.dtype == dtype
+
+
+@case
 @pytest.mark.parametrize("steps", [1, 2, 10])
 def test_schedules_are_diffusers_own_bit_for_bit(case: Case, steps: int) -> None:
     pipeline = case.pipeline()
@@ -212,9 +222,18 @@ def test_a_single_step_is_finite_where_diffusers_stretched_grid_is_not() -> None
         assert sample.rollout_log_probs.isfinite().all()
 
 
-def test_a_shift_that_collapses_the_grid_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"fall strictly.*flow_shift"):
-        RolloutPipeline(sd3_pipeline())("cat", seed=1, flow_shift=1e9, **SMALL)
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"flow_shift": 9999.0, "num_inference_steps": 200}, "flow_shift"),
+        ({"sigmas": [1.0, 0.99999999999, 0.0]}, "sigmas"),
+        ({"sigmas": [1.0, 1e-30, 0.0]}, "sigmas"),
+    ],
+)
+def test_a_grid_that_collapses_in_fp32_is_refused(fields: dict[str, Any], field: str) -> None:
+    own = {k: v for k, v in SMALL.items() if k not in ("num_inference_steps",)}
+    with pytest.raises(InvalidRequestError, match=rf"don't fall strictly.*{field}"):
+        RolloutPipeline(sd3_pipeline())("cat", seed=1, **{**own, **fields})
 
 
 def test_prompt_embeddings_are_the_pipelines_own() -> None:

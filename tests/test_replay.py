@@ -137,5 +137,8 @@ def test_samples_that_do_not_fit_together_are_refused(pipeline: RolloutPipeline)
     mixed = [pipeline("cat", seed=1, **{**FULL, "rollout_sde_type": k})[0] for k in ("sde", "dance")]
     with pytest.raises(InvalidRequestError, match="must agree"):
         pipeline.replay(mixed)
+    guided = [pipeline("cat", seed=1, guidance_scale=g, **FULL)[0] for g in (1.0, 4.0)]
+    with pytest.raises(InvalidRequestError, match="guidance mode"):
+        pipeline.replay(guided)
     with pytest.raises(InvalidRequestError, match="nothing to replay"):
         pipeline.replay([])

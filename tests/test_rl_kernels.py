@@ -31,7 +31,9 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_at_every_row_count(dtype: tor
 def test_a_plain_linear_layer_is_not_row_invariant_here_so_the_padding_is_needed() -> None:
     x, w = torch.randn(64, 256), torch.randn(256, 256)
     whole = F.linear(x, w)
-    assert any(not torch.equal(F.linear(x[:m], w), whole[:m]) for m in range(1, 16))
+    if all(torch.equal(F.linear(x[:m], w), whole[:m]) for m in range(1, 16)):
+        pytest.skip("this machine's library is row-invariant by itself")
+    assert all(torch.equal(linear(x[:m], w), linear(x, w)[:m]) for m in range(1, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,16 +89,16 @@ def test_a_sequence_that_the_plan_does_not_speak_of_is_left_alone() -> None:
     assert torch.equal(attention(image_only, image_only, image_only, plan=plan), expected)
 
 
-@pytest.mark.parametrize("elements", [64, 100, 1024, 65536, 70001])
+@pytest.mark.parametrize("elements", [1, 64, 100, 1024, 65536, 70001, 5_000_000])
 def test_a_row_sum_is_the_same_alone_in_any_batch_and_on_any_number_of_threads(elements: int) -> None:
-    x = torch.randn(7, elements)
+    x = torch.randn(3 if elements > 10**6 else 7, elements)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         one = row_sum(x)
         torch.set_num_threads(2)
         assert torch.equal(row_sum(x), one)
-        assert torch.equal(row_sum(x[4:5]), one[4:5])
+        assert torch.equal(row_sum(x[2:3]), one[2:3])
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(one.double(), x.double().sum(-1), rtol=1e-5, atol=1e-3)

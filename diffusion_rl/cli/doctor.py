@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -132,6 +133,7 @@ def _examine(examination: Examination, config: EngineConfig) -> None:
     if look("model loads", partial(_load, config, loaded), way_out="Give a diffusers folder, a hub id or 'embedded'."):
         pipeline = loaded[0]
         way_out = "Try --dtype float32 or --device cpu."
+        look("certificate", partial(_certificate, pipeline), way_out=way_out)
         look("one step", partial(_one_step, pipeline), way_out=way_out)
         look("batch invariance", partial(_batch_invariance, pipeline), way_out=way_out)
         look("replay", partial(_replay, pipeline), way_out=way_out)
@@ -183,6 +185,24 @@ def _load(config: EngineConfig, loaded: list[RolloutPipeline]) -> str:
     seconds, about = time.perf_counter() - began, loaded[0].engine.describe()
     what = f"{config.model_path}: {about['pipeline_class']}, {about['dtype']} on {about['device_name']}"
     return f"{what}, {seconds:.1f} s"
+
+
+def _certificate(pipeline: RolloutPipeline) -> Check:
+    exactness = pipeline.engine.exactness
+    if exactness.certificate is None:
+        return Check("certificate", "note", "exact mode was not asked for")
+    verdicts = exactness.certificate.verdicts
+    if exactness.certificate.exact:
+        chosen = Counter(str(v.implementation) for v in verdicts)
+        how = ", ".join(f"{count} by {name}" for name, count in sorted(chosen.items()))
+        return Check("certificate", "ok", f"{len(verdicts)} classes of operations are exact here ({how})")
+    refused = "; ".join(f"{v.operation} ({v.failed_at})" for v in verdicts if not v.exact)
+    return Check(
+        "certificate",
+        "fail",
+        f"depends on the batch whatever is tried: {refused}",
+        "Exact mode is off for this model here. Try --dtype float32 or --device cpu.",
+    )
 
 
 def _one_step(pipeline: RolloutPipeline) -> str:

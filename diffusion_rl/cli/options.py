@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,6 +30,15 @@ ModelArgument = Annotated[
     typer.Argument(metavar="MODEL", show_default=EMBEDDED, help="A diffusers folder, a hub id, or 'embedded'."),
 ]
 ModelPath = Annotated[str | None, typer.Option(help="The same as MODEL, under the name that SGLang uses.")]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-deterministic-inference/--disable-deterministic-inference",
+        help="Exact mode: a sample's bits never depend on its batch. By default on wherever the model is certified for "
+        "it on this device; enabled, the start fails by name where it can't be; disabled, libraries are left alone.",
+        rich_help_panel=LOADING,
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -64,6 +73,16 @@ MaxPixels = Annotated[int, _limit("Width x height.")]
 MaxPrompt = Annotated[int, _limit("Characters of a prompt.")]
 MaxQueued = Annotated[int, _limit("Samples in the engine; for more, clients get a 429.")]
 MaxBody = Annotated[int, _limit("MiB of a request's body.")]
+MaxReplies = Annotated[int, _limit("MiB of replies that clients have not taken yet; beyond, others get a 429.")]
+BodyTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds that a request may take to arrive.", rich_help_panel=LIMITS)
+]
+SendTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1, help="Seconds that a client may take nothing of its reply; then it is dropped.", rich_help_panel=LIMITS
+    ),
+]
 
 Prompts = Annotated[list[str], typer.Option("--prompt", help="What to draw; repeat it for several prompts.")]
 Outputs = Annotated[int, typer.Option("--num-outputs-per-prompt", "-k", help="Samples of each prompt.")]
@@ -133,3 +152,8 @@ def step_indices(text: str | None) -> list[int] | None:
         raise InvalidRequestError(
             "must be a list of steps", field="sde_step_indices", value=text, hint="Write it like 0,1,2."
         ) from None
+
+
+def chosen_determinism(deterministic: bool | None) -> Literal["auto", "on", "off"]:
+    """What `EngineConfig.deterministic` is called for the two flags, or for neither."""
+    return "auto" if deterministic is None else "on" if deterministic else "off"

@@ -20,6 +20,7 @@ def serve(
     port: options.Port = SERVER.port,
     dtype: options.Dtype = ENGINE.dtype,
     device: options.Device = ENGINE.device,
+    deterministic: options.Deterministic = None,
     max_batch_size: options.MaxBatchSize = ENGINE.max_batch_size,
     served_model_name: options.ServedModelName = SERVER.served_model_name,
     rollout_wire: options.RolloutWire = SERVER.rollout_wire,
@@ -31,6 +32,9 @@ def serve(
     max_prompt_characters: options.MaxPrompt = LIMITS.max_prompt_characters,
     max_queued_samples: options.MaxQueued = LIMITS.max_queued_samples,
     max_body_mb: options.MaxBody = SERVER.max_body_bytes // MEBIBYTE,
+    max_reply_mb: options.MaxReplies = SERVER.max_reply_bytes_in_flight // MEBIBYTE,
+    body_timeout_s: options.BodyTimeout = SERVER.body_timeout_s,
+    send_timeout_s: options.SendTimeout = SERVER.send_timeout_s,
 ) -> None:
     """Serve rollouts over HTTP until Ctrl-C or SIGTERM.
 
@@ -46,7 +50,8 @@ def serve(
         max_queued_samples=max_queued_samples,
     )
     chosen = options.chosen_model(model, model_path)
-    engine_config = EngineConfig(chosen, dtype, device, max_batch_size, limits=limits)
+    exact = options.chosen_determinism(deterministic)
+    engine_config = EngineConfig(chosen, dtype, device, max_batch_size, deterministic=exact, limits=limits)
     server_config = ServerConfig(
         host=host,
         port=port,
@@ -55,6 +60,9 @@ def serve(
         lenient_fields=lenient_fields,
         dit_trajectory_timesteps=dit_trajectory_timesteps,
         max_body_bytes=max_body_mb * MEBIBYTE,
+        max_reply_bytes_in_flight=max_reply_mb * MEBIBYTE,
+        body_timeout_s=body_timeout_s,
+        send_timeout_s=send_timeout_s,
     )
     from diffusion_rl.server.app import serve as serve_http
 

@@ -1,7 +1,8 @@
 """What a model family owes the engine. A family adapts one diffusers pipeline class; it holds no request state.
 
-The engine calls, for each request: `check_request`, `encode_prompt` (once a prompt), `schedule`; for each step of a
-batch: `predict`; for each finished sample: `decode`. `replay` calls `predict` again, with the trainer's transformer.
+The engine calls, for each request: `check_size`, `guidance`, `check_prompt`, `schedule`, and `encode_prompt` (once a
+prompt); for each step of a batch: `predict`; for each finished sample: `decode`. `replay` calls `predict` again, with
+the trainer's transformer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +23,9 @@ from diffusion_rl.sample import DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan
+from rl_kernels.mode import EXACT, Choices, exact_mode
 
+SMALLEST_SIGMA = 1e-6  # below it 1 / sigma leaves fp32
 DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults that differ from the pipeline class's own
 
 
@@ -78,6 +82,7 @@ class ModelFamily(ABC):
         for module in pipeline.components.values():
             if isinstance(module, torch.nn.Module):
                 module.eval()
+        self.choices: Choices = EXACT
         self.defaults = self._defaults(defaults_folder)
 
     @property
@@ -149,6 +154,10 @@ class ModelFamily(ABC):
     def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
         """`denoising_env` undone, on this family's device."""
 
+    def exact(self) -> AbstractContextManager[None]:
+        """The mode that all of this family's arithmetic runs in, for a stock pipeline or code of one's own."""
+        return exact_mode(choices=self.choices)
+
     def check_size(self, height: int, width: int) -> None:
         """Refuses a size that the latent grid can't hold."""
         for name, value in (("height", height), ("width", width)):
@@ -178,6 +187,7 @@ class ModelFamily(ABC):
         """`(sigmas, timesteps)`, each `[T + 1]` fp32 on the CPU and ending with 0, as diffusers computes them."""
         if params.sigmas is not None and params.sigmas[-1] == 0:
             sigmas = torch.tensor(params.sigmas, dtype=torch.float32)
+            _refuse_bad_grid(sigmas, params)
             return sigmas, sigmas * scheduler.config.num_train_timesteps
         if steps == 1 and scheduler.config.shift_terminal:
             scheduler.register_to_config(shift_terminal=None)  # stretching a single step would divide by zero
@@ -236,9 +246,9 @@ def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, batch: Deno
 
 def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
     """Refuses a grid that isn't finite and strictly falling, as an extreme shift can make it in fp32."""
-    if not sigmas.isfinite().all() or not (sigmas.diff() < 0).all():
+    if not sigmas.isfinite().all() or not (sigmas.diff() < 0).all() or sigmas[-2] < SMALLEST_SIGMA:
         raise InvalidRequestError(
-            "the scheduler's sigmas don't fall strictly",
+            "in fp32 the sigmas don't fall strictly, or come too close to 0",
             field="flow_shift" if params.sigmas is None else "sigmas",
             value=params.flow_shift if params.sigmas is None else list(params.sigmas),
             hint="Use a smaller shift, fewer steps, or a final grid of your own in `sigmas`.",

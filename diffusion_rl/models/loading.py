@@ -41,7 +41,16 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
 def _load(path: str, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
     pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, low_cpu_mem_usage=False, **absent)
     pipeline.set_progress_bar_config(disable=True)
+    if dtype is not None:
+        _cast(pipeline, dtype)
     return pipeline
+
+
+def _cast(pipeline: Any, dtype: torch.dtype) -> None:
+    """Casts what `from_pretrained` left in another precision, but for modules that name parts to be kept in fp32."""
+    for module in pipeline.components.values():
+        if isinstance(module, torch.nn.Module) and not getattr(module, "_keep_in_fp32_modules", None):
+            module.to(dtype)
 
 
 def _from_hub(model_id: str, dtype: torch.dtype | None) -> Any:

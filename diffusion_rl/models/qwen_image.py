@@ -74,7 +74,7 @@ class QwenImageFamily(ModelFamily):
         copies = self._row_copies(batch)
         timesteps = batch.timesteps.to(batch.latents.dtype) / 1000  # in the latents' dtype, as the pipeline has it
         model = transformer or self.transformer
-        with exact_forward(model, plan):
+        with exact_forward(model, plan, self.choices):
             velocity = model(
                 hidden_states=torch.cat([batch.latents] * copies),
                 timestep=torch.cat([timesteps] * copies),

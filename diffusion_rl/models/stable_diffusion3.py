@@ -91,7 +91,7 @@ class StableDiffusion3Family(ModelFamily):
         copies = self._row_copies(batch)
         pooled = torch.stack([p.pooled for p in self._prompts(batch) if p.pooled is not None])
         model = transformer or self.transformer
-        with exact_forward(model, plan):
+        with exact_forward(model, plan, self.choices):
             velocity = model(
                 hidden_states=torch.cat([batch.latents] * copies),
                 timestep=torch.cat([batch.timesteps] * copies),

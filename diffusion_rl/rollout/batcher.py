@@ -23,9 +23,11 @@ def batch_key(sample: SampleState) -> BatchKey:
 def pick_batch(samples: Sequence[SampleState], max_batch_size: int) -> list[SampleState]:
     """The most urgent sample (the oldest, among equals) and up to `max_batch_size - 1` that can share its forward.
 
-    Urgent first means that a request, once begun, is finished before a younger one of the same key takes its place.
+    Samples that have taken all their steps are passed over. Urgent first means that a request, once begun, is finished
+    before a younger one of the same key takes its place.
     """
-    ordered = sorted(samples, key=lambda s: (-s.request.params.priority, s.request.arrival, s.members))
+    stepping = [s for s in samples if s.step < s.request.schedule.steps]
+    ordered = sorted(stepping, key=lambda s: (-s.request.params.priority, s.request.arrival, s.members))
     if not ordered:
         return []
     key = batch_key(ordered[0])

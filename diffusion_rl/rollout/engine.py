@@ -7,9 +7,12 @@ its request and the weights alone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import diffusers
 import torch
@@ -20,19 +23,22 @@ from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.models.base import Conditioning, DenoiseBatch, PromptEmbeds
 from diffusion_rl.params import RolloutParams, check_pixels, check_step_fields
 from diffusion_rl.rollout.batcher import pick_batch
+from diffusion_rl.rollout.certification import make_exact
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
 from diffusion_rl.rollout.recorder import Recorder
-from diffusion_rl.rollout.result import GroupResult
+from diffusion_rl.rollout.result import complete_group, finished_sample
 from diffusion_rl.rollout.schedule import make_schedule
 from diffusion_rl.rollout.transition import advance, round_to_storage
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from engine_control.engine import Finished
 from engine_control.errors import EngineError, EngineFaultError, InvalidRequestError
-from rl_kernels import exact_mode
+
+logger = logging.getLogger(__name__)
 
 INITIAL_WEIGHT_VERSION = "default"
+WORK_BUDGET_S = 0.1  # how long text encoding, and decoding, may each hold up the next step when there is much of it
 
 
 def build_engine(config: EngineConfig) -> RolloutEngine:
@@ -40,6 +46,7 @@ def build_engine(config: EngineConfig) -> RolloutEngine:
 
     Raises:
         InvalidRequestError: the model can't be loaded, or no family serves it.
+        NotExactError: `config.deterministic` insists on exactness that can't be had.
     """
     device = config.device
     if device == "auto":
@@ -52,8 +59,10 @@ class RolloutEngine:
     """Advances the samples of many requests, one denoising step at a time: an `engine_control.engine.StepEngine`."""
 
     def __init__(self, family: ModelFamily, config: EngineConfig | None = None) -> None:
+        """Certifies the family on its device (see `certification`), and is idle afterwards."""
         self.family = family
         self.config = config or EngineConfig()
+        self.exactness = make_exact(family, self.config.deterministic)
         self.weight_version = INITIAL_WEIGHT_VERSION
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
@@ -79,15 +88,16 @@ class RolloutEngine:
 
     @torch.no_grad()
     def step(self) -> list[Finished[list[RolloutSample]]]:
-        with exact_mode():
+        """One denoising step of one batch; beside it, text encoding and decoding for at most `WORK_BUDGET_S` each."""
+        # The caller's autocast would change the bits.
+        with self.family.exact(), torch.autocast(self.family.device.type, enabled=False):
             finished = self._admit()
             batch = pick_batch(self._queue.samples, self.config.max_batch_size)
             if batch:
                 began = time.perf_counter()
-                model_outputs = self._predict(batch)
-                advance(batch, model_outputs)
+                advance(batch, self._predict(batch))
                 self._account(batch, time.perf_counter() - began)
-                finished += self._finish(batch)
+            finished += self._finish()
         return finished
 
     def fail_unfinished(self, error: EngineError) -> list[Finished[list[RolloutSample]]]:
@@ -123,6 +133,7 @@ class RolloutEngine:
             "device_name": torch.cuda.get_device_name(family.device) if family.device.type == "cuda" else "cpu",
             "weight_version": self.weight_version,
             "attention_backend": "torch_sdpa",
+            "deterministic": self.exactness.describe(),
             "parallel": {"tp_size": 1, "sp_degree": 1, "cfg_parallel_size": 1, "dp_size": 1},
             "step_kinds": step_kinds.names(),
             "max_batch_size": self.config.max_batch_size,
@@ -165,18 +176,44 @@ class RolloutEngine:
         )
 
     def _admit(self) -> list[Finished[list[RolloutSample]]]:
-        """Encodes the prompts of all waiting requests and puts their samples in flight."""
-        for request in self._queue.take_waiting():
-            began = time.perf_counter()
-            request.admitted_at = began
-            length, negative = request.max_sequence_length, request.negative_prompt
-            request.conditioning = Conditioning(
-                positive=self._prompts.encode(request.params.prompt, length),
-                negative=None if negative is None else self._prompts.encode(negative, length),
-                guidance_scale=request.guidance_scale,
-            )
-            self._queue.samples += self._start(request)
-            request.encode_s = time.perf_counter() - began
+        """Encodes the prompts of waiting requests and puts their samples in flight: enough to fill two batches.
+
+        Returns the requests that failed at it.
+        """
+        failed: list[Finished[list[RolloutSample]]] = []
+        began = time.perf_counter()
+        waiting = self._queue.take_waiting()
+        while len(self._queue.samples) < 2 * self.config.max_batch_size and not _spent(began):
+            request = next(waiting, None)
+            if request is None:
+                break
+            failed += self._isolated(request, self._encode_and_start)
+        return failed
+
+    def _encode_and_start(self, request: RequestState) -> None:
+        request.admitted_at = began = time.perf_counter()
+        length, negative = request.max_sequence_length, request.negative_prompt
+        request.conditioning = Conditioning(
+            positive=self._prompts.encode(request.params.prompt, length),
+            negative=None if negative is None else self._prompts.encode(negative, length),
+            guidance_scale=request.guidance_scale,
+        )
+        self._queue.samples += self._start(request)
+        request.encode_s = time.perf_counter() - began
+
+    def _isolated(
+        self, request: RequestState, work: Callable[[RequestState], None]
+    ) -> list[Finished[list[RolloutSample]]]:
+        """Does one request's own work; whatever goes wrong in it ends that request alone, and is returned."""
+        try:
+            work(request)
+        except EngineError as error:
+            return [self._failed(request.request_id, error)]
+        except torch.AcceleratorError:
+            raise  # a broken device is everybody's
+        except Exception as error:
+            logger.exception("request %s failed", request.request_id)
+            return [self._failed(request.request_id, EngineFaultError(f"{type(error).__name__}: {error}"))]
         return []
 
     def _start(self, request: RequestState) -> list[SampleState]:
@@ -219,31 +256,27 @@ class RolloutEngine:
                 self._queue.samples.remove(sample)
                 self._queue.samples += _split(sample)
 
-    def _finish(self, batch: list[SampleState]) -> list[Finished[list[RolloutSample]]]:
-        """Decodes the samples of the batch's requests that are at the end, and hands out complete requests."""
-        requests = {id(s.request): s.request for s in batch}
-        at_end = [s for s in self._queue.samples if id(s.request) in requests and s.step == s.request.schedule.steps]
+    def _finish(self) -> list[Finished[list[RolloutSample]]]:
+        """Decodes samples that are at their end, and hands out the requests that are complete or failed at it."""
         finished: list[Finished[list[RolloutSample]]] = []
-        failed: set[str] = set()
-        groups: dict[str, GroupResult] = {}
-        for sample in at_end:
+        began = time.perf_counter()
+        for sample in self._queue.at_end():
+            if _spent(began):
+                break
             request = sample.request
-            if request.request_id in failed:
+            if sample not in self._queue.samples:  # its request failed at an earlier sample
                 continue
-            group = groups.setdefault(request.request_id, GroupResult(self.family, request))
-            try:
-                request.results[sample.members[0]] = group.sample(sample)
-            except EngineFaultError as error:
-                failed.add(request.request_id)
-                finished.append(self._failed(request.request_id, error))
-                continue
-            self._queue.samples.remove(sample)
-            self._counts["samples_finished"] += 1
+            finished += self._isolated(request, partial(self._decode, sample))
             if len(request.results) == len(request.seeds):
                 self._queue.remove(request.request_id)
                 self._counts["requests_finished"] += 1
-                finished.append(Finished(request.request_id, result=group.complete()))
+                finished.append(Finished(request.request_id, result=complete_group(self.family, request)))
         return finished
+
+    def _decode(self, sample: SampleState, request: RequestState) -> None:
+        request.results[sample.members[0]] = finished_sample(self.family, sample)
+        self._queue.samples.remove(sample)
+        self._counts["samples_finished"] += 1
 
     def _failed(self, request_id: str, error: EngineError) -> Finished[list[RolloutSample]]:
         self._queue.remove(request_id)
@@ -286,6 +319,10 @@ def initial_noise_seed(params: RolloutParams, seeds: tuple[int, ...], index: int
     if params.init_same_noise:
         return first
     return seeds[index] if params.initial_noise_seed is None else first + index
+
+
+def _spent(began: float) -> bool:
+    return time.perf_counter() - began > WORK_BUDGET_S
 
 
 def _split(trunk: SampleState) -> list[SampleState]:

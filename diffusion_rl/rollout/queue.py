@@ -12,7 +12,7 @@ from diffusion_rl.models.base import Conditioning
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
-from diffusion_rl.sample import RolloutSample
+from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from engine_control.errors import InvalidRequestError, QueueFullError
 
 
@@ -30,6 +30,7 @@ class RequestState:
     max_sequence_length: int
     arrival: int
     conditioning: Conditioning | None = None
+    denoising_env: DenoisingEnv | None = None
     results: dict[int, RolloutSample] = field(default_factory=dict)
     added_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0
@@ -94,11 +95,15 @@ class RequestQueue:
         self._waiting[request.request_id] = request
 
     def take_waiting(self) -> Iterator[RequestState]:
-        """Moves all waiting requests to running, in order of urgency, and yields each."""
+        """Moves waiting requests to running, in order of urgency, and yields each, for as long as the caller asks."""
         for request in sorted(self._waiting.values(), key=lambda r: (-r.params.priority, r.arrival)):
             del self._waiting[request.request_id]
             self._running[request.request_id] = request
             yield request
+
+    def at_end(self) -> list[SampleState]:
+        """Samples that have taken all their steps and wait to be decoded, in the order in which they got there."""
+        return [s for s in self.samples if s.step == s.request.schedule.steps]
 
     def remove(self, request_id: str) -> bool:
         """Drops a request and its samples; False if it isn't here."""

@@ -14,7 +14,7 @@ import torch
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.base import DenoiseBatch
 from diffusion_rl.rollout.schedule import ODE, replayed_schedule
-from diffusion_rl.sample import RolloutSample
+from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.schedulers.base import StepTerms, log_prob
 from engine_control.errors import InvalidRequestError
@@ -54,9 +54,10 @@ def replay_step(
     states = [_states(s, step) for s in samples]
     kinds = {s.rollout_step_kinds[step] for s in samples}
     no_const = {s.log_prob_no_const for s in samples}
-    if len(kinds) > 1 or len(no_const) > 1 or len({(s.height, s.width) for s in samples}) > 1:
+    shapes = {(s.height, s.width, _env(s).neg_cond_kwargs is None) for s in samples}
+    if len(kinds) > 1 or len(no_const) > 1 or len(shapes) > 1:
         raise InvalidRequestError(
-            "samples that are replayed together must agree in size, step kind and log-prob form",
+            "samples that are replayed together must agree in size, guidance mode, step kind and log-prob form",
             field="samples",
             value=sorted(kinds),
             hint="Group them first; any grouping gives the same bits.",
@@ -70,7 +71,8 @@ def replay_step(
     conditioning = tuple(family.conditioning_from_env(_env(s), s.guidance_scale) for s in samples)
     timesteps = torch.stack([s.dit_trajectory.timesteps[step] for s in samples if s.dit_trajectory is not None])
     batch = DenoiseBatch(current.to(dtype), timesteps.to(device), conditioning, samples[0].height, samples[0].width)
-    velocity = family.predict(batch, transformer)
+    with torch.autocast(device.type, enabled=False):  # the caller's autocast would change the bits
+        velocity = family.predict(batch, transformer)
     previous_x0 = torch.stack([_previous_x0(s, step) for s in samples]).to(device) if kind.needs_previous_x0 else None
     mean, noise_std = kind.transition(current, velocity, terms, previous_x0)
     return ReplayStep(
@@ -149,12 +151,12 @@ def _previous_x0(sample: RolloutSample, step: int) -> torch.Tensor:
     assert trajectory is not None
     slots = trajectory.latent_step_indices.tolist()
     if debug is None or step - 1 not in slots:
-        raise _missing("rollout_debug_tensors", "rollout_debug_mode (and the state before)")
+        raise _missing("the step before (its model output and state)", "rollout_debug_mode")
     before = trajectory.latents[slots.index(step - 1)]
     return before - trajectory.sigmas[step - 1] * debug.rollout_model_outputs[step - 1]
 
 
-def _env(sample: RolloutSample):  # type: ignore[no-untyped-def]
+def _env(sample: RolloutSample) -> DenoisingEnv:
     if sample.denoising_env is None:
         raise _missing("denoising_env", "rollout_return_denoising_env")
     return sample.denoising_env

@@ -11,6 +11,7 @@ from diffusion_rl.params import RolloutParams, window_range
 from diffusion_rl.rollout.noise import NoiseStream, uniform_integer
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.schedulers.base import StepTerms
+from engine_control.errors import InvalidRequestError
 
 ODE = "ode"
 
@@ -69,6 +70,13 @@ def make_schedule(
     mean_kinds = tuple(kind.step_kind if i in stochastic and not level_is_zero else ODE for i in range(steps))
     chosen = torch.tensor([k != ODE for k in mean_kinds])
     columns = torch.where(chosen[:, None], noisy.columns(), still.columns())
+    if not columns.isfinite().all():
+        raise InvalidRequestError(
+            "the steps' coefficients leave the range of fp32",
+            field="rollout_noise_level" if rows is None else "affine_coefficients",
+            value=params.rollout_noise_level,
+            hint="Use a smaller noise level, or sigmas that are further apart.",
+        )
     has_variance = StepTerms.from_columns(columns).noise_std > 0
     kinds = tuple(k if v else ODE for k, v in zip(mean_kinds, has_variance.tolist(), strict=True))
     return Schedule(sigmas, timesteps, columns, mean_kinds, kinds)

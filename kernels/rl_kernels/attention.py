@@ -72,13 +72,17 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    per_sample: bool = False,
 ) -> torch.Tensor:
     """Scaled dot-product attention over `[B, heads, tokens, D]`; with a plan, over each row's real tokens only.
 
-    Row b of the result has the same bits alone and beside rows of any other length; padding tokens get zeros.
+    Row b of the result has the same bits alone and beside rows of any other length; padding tokens get zeros. On a
+    device whose library call depends on the batch, `per_sample` calls it once a row.
     """
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if per_sample and len(q) > 1 and attn_mask is None:
+            return torch.cat([attend(*(x[i : i + 1] for x in (q, k, v))) for i in range(len(q))])
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

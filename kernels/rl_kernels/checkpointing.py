@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl_kernels.attention import AttentionPlan
-from rl_kernels.mode import exact_mode
+from rl_kernels.mode import EXACT, Choices, exact_mode
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,18 @@ class _ExactCall:
 
     function: Callable[..., Any]
     plan: AttentionPlan | None
+    choices: Choices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with exact_mode(self.plan):
+        with exact_mode(self.plan, self.choices):
             return self.function(*args, **kwargs)
 
 
 @contextmanager
-def exact_forward(model: torch.nn.Module, plan: AttentionPlan | None = None) -> Iterator[None]:
-    """`exact_mode(plan)` for a forward of `model`, and for whatever its gradient checkpointing recomputes later.
+def exact_forward(
+    model: torch.nn.Module, plan: AttentionPlan | None = None, choices: Choices = EXACT
+) -> Iterator[None]:
+    """`exact_mode(plan, choices)` for a forward of `model`, and for what its gradient checkpointing recomputes later.
 
     Serves models that checkpoint through diffusers' `enable_gradient_checkpointing`; others are left as they are.
     """
@@ -42,11 +45,11 @@ def exact_forward(model: torch.nn.Module, plan: AttentionPlan | None = None) -> 
     for module, checkpoint in originals.items():
 
         def exactly(function: Callable[..., Any], *args: Any, _checkpoint: Callable[..., Any] = checkpoint) -> Any:
-            return _checkpoint(_ExactCall(function, plan), *args)
+            return _checkpoint(_ExactCall(function, plan, choices), *args)
 
         module._gradient_checkpointing_func = exactly
     try:
-        with exact_mode(plan):
+        with exact_mode(plan, choices):
             yield
     finally:
         for module, checkpoint in originals.items():

@@ -1,35 +1,69 @@
 """Linear layers whose rows don't see each other.
 
 Libraries choose another kernel, or another split of the work over threads, for a matrix of few rows, so that a row's
-bits depend on how many rows stand beside it. Three habits remove that: the input is always a contiguous matrix, its row
-count is a multiple of `ROWS` (and the weight has at least that many), and on a CPU no product is so long that its sum
-would be split over threads.
+bits depend on how many rows stand beside it. There are several ways to prevent that; `certify` finds out which hold on
+a device, and which of those is the fastest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
 ROWS = 16  # fp32: from 4 rows a thread gets, a row's bits stop changing; bf16: threads must not get an odd row
+TILE = 192
 MAX_CPU_K = 512  # fp32 on CPU: from K = 1024 on, few rows make the library split the sum over its threads
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, row by row: x `[..., K]`, weight `[N, K]`, bias `[N]`, result `[..., N]`.
 
-    Row i of the result has the same bits whatever the other rows are and however many there are.
+    Row i of the result has the same bits whatever the other rows are and however many there are (`padded_rows`).
+    """
+    return padded_rows(x, weight, bias)
+
+
+def library_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The library as it is, on a contiguous matrix of rows."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return F.linear(rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def padded_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The library on a matrix of at least `ROWS` rows (on a CPU: of a multiple), and as many columns of the result.
+
+    On a CPU a long fp32 product is added up from pieces, too short for its sum to be split over threads.
     """
     rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    count = rows.shape[0]
-    short = -count % ROWS
+    count, on_cpu = rows.shape[0], x.device.type == "cpu"
+    short = -count % ROWS if on_cpu else max(ROWS - count, 0)
     rows = F.pad(rows, (0, 0, 0, short)) if short else rows.contiguous()
     if n < ROWS:
         weight = F.pad(weight, (0, 0, 0, ROWS - n))
         bias = None if bias is None else F.pad(bias, (0, ROWS - n))
-    long = rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.shape[1] > MAX_CPU_K
+    long = on_cpu and rows.dtype == torch.float32 and rows.shape[1] > MAX_CPU_K
     y = _in_pieces(rows, weight, bias) if long else F.linear(rows, weight, bias)
     return y[:count, :n].reshape(*x.shape[:-1], n)
+
+
+def fixed_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The library on `TILE` rows at a time, always: one shape of product, whatever the batch. Slow, and certain."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    rows = F.pad(rows, (0, 0, 0, -count % TILE))
+    y = torch.cat([F.linear(tile.contiguous(), weight, bias) for tile in rows.split(TILE)])
+    return y[:count].reshape(*x.shape[:-1], weight.shape[0])
+
+
+IMPLEMENTATIONS: dict[str, Linear] = {
+    "library": library_call,
+    "padded_rows": padded_rows,
+    "fixed_tiles": fixed_tiles,
+}
 
 
 def _in_pieces(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,8 +6,10 @@ the functions that they all end in (`linear`, `scaled_dot_product_attention`, pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,17 +18,42 @@ from torch.overrides import TorchFunctionMode
 
 from rl_kernels.attention import AttentionPlan, attention
 from rl_kernels.conv import is_patch_conv, patch_conv
-from rl_kernels.linear import linear
+from rl_kernels.linear import IMPLEMENTATIONS
+from rl_kernels.settings import exact_library_settings
+
+Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
+_observer: ContextVar[Observer | None] = ContextVar("observer of exact mode", default=None)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Which implementation serves which class of operation, as `certify` found it on this device.
+
+    linear: by (K, N, dtype), a name of `linear.IMPLEMENTATIONS`; attention_per_sample: classes (heads, D, dtype) that
+    are attended row by row. What isn't listed gets `default_linear`, and one call for all rows. exact=False leaves
+    the process's library switches alone.
+    """
+
+    linear: Mapping[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
+    attention_per_sample: frozenset[tuple[int, int, torch.dtype]] = frozenset()
+    default_linear: str = "padded_rows"
+    exact: bool = True
+
+
+EXACT = Choices()
+LIBRARY = Choices(default_linear="library", exact=False)
 
 
 class _ExactMode(TorchFunctionMode):
     """Replaces three functions and lets every other one through."""
 
-    def __init__(self, plan: AttentionPlan | None) -> None:
+    def __init__(self, plan: AttentionPlan | None, choices: Choices) -> None:
         super().__init__()
         self.plan = plan
+        self.choices = choices
+        self._observer = _observer.get()
         self._replaced: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
-            F.linear: linear,
+            F.linear: self._linear,
             F.scaled_dot_product_attention: self._attention,
             F.conv2d: self._conv2d,
         }
@@ -38,10 +65,16 @@ class _ExactMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self._observer is not None:
+            self._observer(func, args, kwargs or {})
         replacement = self._replaced.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
         return replacement(*args, **_renamed(kwargs))
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        key = (weight.shape[1], weight.shape[0], weight.dtype)
+        return IMPLEMENTATIONS[self.choices.linear.get(key, self.choices.default_linear)](x, weight, bias)
 
     def _attention(
         self,
@@ -65,6 +98,7 @@ class _ExactMode(TorchFunctionMode):
             is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
+            per_sample=(query.shape[1], query.shape[-1], query.dtype) in self.choices.attention_per_sample,
         )
 
     @staticmethod
@@ -95,14 +129,25 @@ def _renamed(kwargs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def exact_mode(plan: AttentionPlan | None = None) -> Iterator[None]:
+def exact_mode(plan: AttentionPlan | None = None, choices: Choices = EXACT) -> Iterator[None]:
     """Inside, row-wise results don't depend on the batch; attention follows `plan`, if one is given.
 
-    Re-entrant: an inner mode replaces the outer one's plan until it ends. It holds for the calling thread only, and is
-    left by `finally` whatever happens inside.
+    Re-entrant: an inner mode replaces the outer one's plan and choices until it ends, and everything is left by
+    `finally` whatever happens inside. The replaced functions are the calling thread's only; the library switches of
+    `rl_kernels.settings` are the whole process's while any thread is inside (on a GPU).
     """
-    with _ExactMode(plan):
+    with exact_library_settings() if choices.exact else nullcontext(), _ExactMode(plan, choices):
         yield
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Inside, `observer(function, args, kwargs)` sees every torch function that runs in an exact mode entered there."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def exact_mode_is_on() -> bool:

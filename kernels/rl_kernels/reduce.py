@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-GROUP = 64  # elements that the first stage adds; the second stage adds the groups
+GROUP = 64  # numbers that one addition stage puts together
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over all dimensions but the first: x `[B, ...]`, result `[B]`.
 
-    Two stages with a fixed split, so that row i of the result has the same bits alone and in any batch, on any number
-    of threads. (A full reduction splits by thread.)
+    Stage by stage with a fixed split, so that row i of the result has the same bits alone and in any batch, on any
+    number of threads. (A full reduction, or one long row, is split by thread.)
     """
     flat = x.reshape(x.shape[0], -1)
-    short = -flat.shape[1] % GROUP
-    if short:
-        flat = F.pad(flat, (0, short))
-    return flat.reshape(x.shape[0], -1, GROUP).sum(-1).sum(-1)
+    while flat.shape[1] > 1:
+        short = -flat.shape[1] % GROUP
+        flat = (F.pad(flat, (0, short)) if short else flat).reshape(x.shape[0], -1, GROUP).sum(-1)
+    return flat[:, 0]
 
 
 def row_mean(x: torch.Tensor) -> torch.Tensor:

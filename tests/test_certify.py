@@ -1,0 +1,157 @@
+"""Certification finds what depends on the batch, by name, and refuses exact mode because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import qwen_image_pipeline, save, sd3_pipeline
+
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import family_for
+from diffusion_rl.rollout.certification import NotExactError, certify_family, make_exact
+from diffusion_rl.rollout.engine import build_engine
+from rl_kernels.certify import ROWWISE, certify, forget, record
+from rl_kernels.linear import IMPLEMENTATIONS, fixed_tiles, library_call, padded_rows
+from rl_kernels.mode import EXACT, LIBRARY, Choices, exact_mode, observing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def variant_silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """SiLU whose bits depend on how many samples stand beside: what certification must find."""
+    return x * torch.sigmoid(x) * (1 + len(x) * 2**-20)
+
+
+def variant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return padded_rows(x, weight, bias) * (1 + (x.numel() // x.shape[-1] % 2) * 2**-20)
+
+
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_families_are_certified_on_this_cpu(build: Callable[..., Any], dtype: torch.dtype) -> None:
+    certificate = certify_family(family_for(build(dtype)))
+    assert certificate.exact, certificate.refused
+    operations = {v.operation.split()[0] for v in certificate.verdicts}
+    assert {"linear", "attention", "silu", "transformer"} <= operations
+    assert len({v.operation for v in certificate.verdicts}) == len(certificate.verdicts)
+
+
+def test_a_variant_operation_is_found_by_its_name_and_exact_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = family_for(sd3_pipeline())
+    recorded = record(lambda: _guided(family))
+    swapped = {}
+    for kind, call in recorded.items():
+        is_silu = kind.operation == "silu"
+        swapped[kind] = type(call)(variant_silu) if is_silu else call
+    certificate = certify(swapped, CPU)
+    assert not certificate.exact
+    assert certificate.refused == ("silu 128 float32",)
+    monkeypatch.setattr("diffusion_rl.rollout.certification.certify_family", lambda f: certificate)
+    with pytest.raises(NotExactError, match=r"silu 128 float32.*disable-deterministic-inference"):
+        make_exact(family, "on")
+    exactness = make_exact(family, "auto")
+    assert not exactness.enabled
+    assert exactness.describe()["refused"] == ["silu 128 float32"]
+    assert family.choices is LIBRARY
+    family.choices = EXACT
+
+
+def test_a_linear_layer_that_fails_gets_the_next_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "padded_rows", variant_linear)
+    family = family_for(sd3_pipeline())
+    certificate = certify(record(lambda: _guided(family)), CPU)
+    assert certificate.exact
+    linears = [v for v in certificate.verdicts if v.operation.startswith("linear")]
+    assert {v.implementation for v in linears} == {"fixed_tiles"}
+    assert all(v.failed_at is not None and v.failed_at.startswith("padded_rows: 1 rows") for v in linears)
+    assert set(certificate.choices.linear.values()) == {"fixed_tiles"}
+
+
+def test_a_linear_layer_that_nothing_makes_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("padded_rows", "fixed_tiles"):
+        monkeypatch.setitem(IMPLEMENTATIONS, name, variant_linear)
+    certificate = certify(record(lambda: _guided(family_for(sd3_pipeline()))), CPU)
+    assert all(name.startswith("linear") for name in certificate.refused)
+    assert len(certificate.refused) > 3
+
+
+def _guided(family: Any) -> torch.Tensor:
+    from diffusion_rl.rollout.certification import _batch
+
+    return family.predict(_batch(family))
+
+
+def test_choices_decide_which_implementation_runs() -> None:
+    x, weight = torch.randn(5, 64), torch.randn(32, 64)
+    chosen = Choices({(64, 32, torch.float32): "fixed_tiles"})
+    with exact_mode(choices=chosen):
+        assert torch.equal(F.linear(x, weight), fixed_tiles(x, weight))
+    with exact_mode(choices=LIBRARY):
+        assert torch.equal(F.linear(x, weight), library_call(x, weight))
+
+
+def test_attention_can_be_computed_row_by_row() -> None:
+    q = torch.randn(3, 2, 5, 16)
+    per_sample = Choices(attention_per_sample=frozenset({(2, 16, torch.float32)}))
+    real = torch._C._nn.scaled_dot_product_attention
+    with exact_mode(choices=per_sample):
+        out = F.scaled_dot_product_attention(q, q, q)
+    assert torch.equal(out[1:2], real(q[1:2], q[1:2], q[1:2]))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 128), (300, 640)])
+def test_every_implementation_computes_the_same_product(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(*shape), torch.randn(7, shape[-1]), torch.randn(7)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(IMPLEMENTATIONS[name](x, weight, bias).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_fixed_tiles_are_row_invariant_too() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 1024), torch.randn(64, 1024)
+    whole = fixed_tiles(x, weight)
+    for rows in (1, 3, 127, 128, 129):
+        assert torch.equal(fixed_tiles(x[:rows], weight), whole[:rows])
+
+
+def test_probing_touches_nobodys_random_state() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    certify_family(family_for(sd3_pipeline()))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_observer_sees_only_what_runs_inside_its_block() -> None:
+    seen: list[Callable[..., Any]] = []
+    layer, x = torch.nn.Linear(8, 8), torch.randn(1, 8)
+    with observing(lambda function, args, kwargs: seen.append(function)), exact_mode():
+        F.silu(layer(x))
+    with exact_mode():
+        layer(x)
+    assert seen.count(F.linear) == 1
+    assert F.silu in seen
+    assert F.silu in ROWWISE
+
+
+def test_an_engine_says_what_it_found(tmp_path: Any) -> None:
+    folder = str(save(sd3_pipeline(), tmp_path / "sd3"))
+    for wanted, enabled, certified in (("auto", True, True), ("on", True, True), ("off", False, None)):
+        engine = build_engine(EngineConfig(model_path=folder, device="cpu", deterministic=wanted))  # type: ignore[arg-type]
+        about = engine.describe()["deterministic"]
+        assert isinstance(about, dict)
+        assert (about["enabled"], about["certified"]) == (enabled, certified)
+        assert bool(about["table"]) == (wanted != "off")
