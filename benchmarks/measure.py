@@ -28,6 +28,7 @@ from diffusion_rl.shapes import held_out_captions, training_captions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
+TABLE_WIDTH = 120
 
 
 @dataclass
@@ -161,6 +162,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
         "gpu": gpu,
         "load_average_1min": round(os.getloadavg()[0], 2),
     }
@@ -216,7 +218,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    Console(width=TABLE_WIDTH).print(table)
 
 
 def _cpu_model() -> str:

@@ -20,9 +20,10 @@ Noise = Callable[[int, tuple[int, ...]], torch.Tensor]  # (step, shape) -> stand
 
 @dataclass(frozen=True)
 class PlainRollout:
-    """pictures `[n, C, H, W]` fp32 in [0, 1], log_probs `[n, T]`, states `[n, T + 1, ...]`; all on the CPU."""
+    """pictures `[n, C, H, W]` fp32 in [0, 1] (None if not wanted), log_probs `[n, T]`, states `[n, T + 1, ...]`; on the
+    CPU."""
 
-    pictures: torch.Tensor
+    pictures: torch.Tensor | None
     log_probs: torch.Tensor
     states: torch.Tensor
 
@@ -44,6 +45,7 @@ def plain_rollout(
     noise_level: float,
     max_sequence_length: int,
     noise: Noise,
+    decode: bool = True,
 ) -> PlainRollout:
     """Rolls out `group` samples of each prompt with a `StableDiffusion3Pipeline`, all in one batch."""
     text, pooled = _encoded(pipeline, prompts, group, max_sequence_length)
@@ -67,9 +69,8 @@ def plain_rollout(
         latents, log_prob = sde_step(latents, velocity, drawn, sigmas=sigmas, step=step, noise_level=noise_level)
         states.append(latents)
         log_probs.append(log_prob)
-    return PlainRollout(
-        _decoded(pipeline, latents).cpu(), torch.stack(log_probs, 1).cpu(), torch.stack(states, 1).cpu()
-    )
+    pictures = _decoded(pipeline, latents).cpu() if decode else None
+    return PlainRollout(pictures, torch.stack(log_probs, 1).cpu(), torch.stack(states, 1).cpu())
 
 
 def sde_step(

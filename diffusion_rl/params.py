@@ -193,8 +193,6 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
             continue
         if not isinstance(value, str):
             raise InvalidRequestError("must be a string", field=name, value=value, hint="Send one prompt a request.")
-        if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-            raise InvalidRequestError("holds half a surrogate pair, which is no text", field=name, hint="Send UTF-8.")
         if len(value) > limits.max_prompt_characters:
             raise LimitExceededError(
                 f"{len(value)} characters, at most {limits.max_prompt_characters} are accepted",
@@ -202,6 +200,8 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
                 value=len(value),
                 hint="Shorten it, or raise the server's --max-prompt-characters.",
             )
+        if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+            raise InvalidRequestError("holds half a surrogate pair, which is no text", field=name, hint="Send UTF-8.")
     if not params.prompt.strip():
         raise InvalidRequestError("the prompt is empty", field="prompt", value=params.prompt, hint="Send some text.")
 

@@ -130,12 +130,17 @@ def plot_log_probs(
         axes.set_ylabel(label, fontsize=8)
         axes.set_xticks(range(0, len(kinds), max(len(kinds) // 10, 1)))
         axes.grid(alpha=0.25)
-    figure.axes[0].set_title(title, fontsize=9)
+    figure.axes[0].set_title(_printable(title), fontsize=9, parse_math=False)
     figure.axes[0].legend(fontsize=7)
     figure.axes[-1].set_xlabel("denoising step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def _printable(text: str) -> str:
+    """The text without what a font renderer refuses: control characters and halves of surrogate pairs."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def half_blocks(pictures: Sequence[torch.Tensor], *, width: int) -> Text:

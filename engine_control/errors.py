@@ -86,6 +86,13 @@ class NotAcceptableError(EngineError):
     default_code = "not_acceptable"
 
 
+class BodyTimeoutError(EngineError):
+    """The request's body did not arrive in time."""
+
+    status = 408
+    default_code = "request_timeout"
+
+
 class PayloadTooLargeError(EngineError):
     """The request body has more bytes than this server reads."""
 

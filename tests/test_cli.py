@@ -151,6 +151,21 @@ class TestRollout:
         assert "diffusion-rl[plots]" in result.output
         assert json.loads((tmp_path / "summary.json").read_text())["samples"][0]["log_prob_plot"] is None
 
+    def test_square_brackets_in_prompts_and_paths_are_shown_as_they_are(self, tiny_sd3_folder, tmp_path):
+        prompt, out = "a [/b] [red]c :cat: \\", tmp_path / "out [/bold]"
+        result = run("rollout", "--model", str(tiny_sd3_folder), "--prompt", prompt, "-k", "1", "--steps", "2",
+                     "--out", str(out))  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert f"prompt-00: {prompt}" in result.output
+        assert "out [/bold]" in result.output
+        assert json.loads((out / "summary.json").read_text())["samples"][0]["prompt"] == prompt
+
+    def test_square_brackets_in_a_model_or_an_address_are_no_markup(self, tmp_path):
+        for arguments in (["--model", "/no [/such] folder"], ["--url", "http://127.0.0.1:9/[/such]"]):
+            result = run("rollout", "--prompt", "a cat", "--out", str(tmp_path / "out"), *arguments)
+            assert result.exit_code == 2, result.exception
+            assert "[/such]" in result.stderr
+
     @pytest.mark.parametrize(
         ("arguments", "what", "way_out"),
         [
@@ -244,8 +259,11 @@ class TestDoctor:
         assert {found[name] for name in ("torch", "model loads", "one step", "batch invariance", "replay")} == {"ok"}
 
     def test_a_broken_model_fails_with_a_way_out(self, tmp_path):
-        result = run("doctor", "--model-path", str(tmp_path))
+        folder = tmp_path / "a [" / "b]"  # no markup
+        folder.mkdir(parents=True)
+        result = run("doctor", "--model-path", str(folder))
         assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
         assert "model_index.json" in result.output
         assert "->" in result.output
 
@@ -320,6 +338,10 @@ class TestPictures:
         assert [len(line) for line in lines] == [21] * 5
         styles = {str(span.style) for span in text.spans}
         assert styles == {"#ff0000 on #ff0000", "#0000ff on #0000ff"}
+
+    @pytest.mark.parametrize("title", ["a $\\nosuch$ b", "nul \x00 and half \ud800", "[/b] {x} $"])
+    def test_any_prompt_can_be_a_title(self, title, tmp_path):
+        assert plot_log_probs({"seed 1": [0.1, 0.2]}, ["sde", "sde"], tmp_path / "p.png", title=title) is not None
 
     def test_evaluation_samples_have_nothing_to_plot(self, tmp_path):
         assert plot_log_probs({"seed 1": []}, ["ode", "ode"], tmp_path / "p.png") is None

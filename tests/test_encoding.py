@@ -15,12 +15,13 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import Gauge
 from starlette.types import Message
 
 from diffusion_rl.client import DecodeError, decode_json, decode_msgpack, decode_safetensors
 from diffusion_rl.server.encoding import CHUNK_BYTES, SAFETENSORS_DTYPES, EncodedBody, encode, parse_safetensors
 from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
-from diffusion_rl.server.responses import body_response
+from diffusion_rl.server.responses import BodyResponse, RepliesInFlight
 from engine_control.errors import NotAcceptableError, UnsupportedMediaTypeError
 
 DECODERS: dict[str, Callable[[bytes], list[dict[str, Any]]]] = {
@@ -173,7 +174,8 @@ def test_the_event_loop_is_free_while_a_huge_reply_is_made(wire: str) -> None:
         raise AssertionError
 
     async def make_and_send(encoded: EncodedBody) -> None:
-        await body_response(encoded)({"type": "http"}, receive, send)
+        replies = RepliesInFlight(limit=0, gauge=Gauge("bytes", "Of replies.", registry=None))
+        await BodyResponse(encoded, replies)({"type": "http"}, receive, send)
 
     async def longest_wait() -> float:
         encoded = await asyncio.to_thread(encode, rows, wire)  # type: ignore[arg-type]

@@ -115,9 +115,11 @@ def test_null_means_left_out_and_extra_sampling_params_come_last(service: Servic
 
 
 def test_seeds_may_be_given_one_by_one_and_samples_keep_their_own(service: Service) -> None:
-    body = {"prompt": "x", **SMALL, "num_outputs_per_prompt": 2, "extra_sampling_params": {"seed": [7, 11]}}
+    body = {"prompt": "x", **SMALL, "seed": None, "num_outputs_per_prompt": 2}
+    body["extra_sampling_params"] = {"seed": [7, 11]}
     rows = decode_json(service.generate(body).content)
     assert [row["seed"] for row in rows] == [7, 11]
+    assert [row["request_seed"] for row in rows] == [7, 7]
     (alone,) = decode_json(service.generate({"prompt": "x", **SMALL}).content)
     assert torch.equal(rows[1]["generated_output"], alone["generated_output"])
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from diffusion_rl.cli import options
 from diffusion_rl.cli.loading import load_pipeline
@@ -84,9 +85,9 @@ def demo(
     if show if show is not None else console.is_terminal:
         _preview(rollouts, console)
     if not (out / "log_probs.png").is_file():
-        console.print(NO_PLOTS, style="yellow")
+        console.print(Text(NO_PLOTS, "yellow"))
     for path in paths:
-        console.print(path.resolve(), style="bold", soft_wrap=True, highlight=False)
+        console.print(Text(str(path.resolve()), "bold"), soft_wrap=True)
     if not proof.holds:
         raise typer.Exit(BROKEN_PROMISE)
 
@@ -108,7 +109,7 @@ def _roll_out(prompts: int, port: int, out: Path, console: Console) -> tuple[Rol
         with RolloutClient(service.url) as client, console.status("") as status:
             captions = held_out_captions()[:prompts]
             for index, caption in enumerate(captions):
-                status.update(f"POST /rollout/generate, {index + 1} of {prompts}: {caption}")
+                status.update(Text(f"POST /rollout/generate, {index + 1} of {prompts}: {caption}"))
                 _train(client, rollouts, caption, FIRST_SEED + index * GROUP_SIZE)
                 _show_group(rollouts, console)
             status.update("an evaluation group and one sample alone")
@@ -183,7 +184,7 @@ def _fields_table(sample: RolloutSample) -> Table:
     rows |= {"sigma_max": f"{sample.sigma_max:.6f}", "num_elements": sample.num_elements}
     rows |= {"generated_output": _form(sample.generated_output)}
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))
     return table
 
 
@@ -195,7 +196,7 @@ def _form(value: object) -> str:
 
 def _show_proof(proof: Proof, console: Console) -> None:
     def say(holds: bool, text: str) -> None:
-        console.print(f"[bold {'green' if holds else 'red'}]{'yes' if holds else 'NO'}[/]  {text}", highlight=False)
+        console.print(Text.assemble(("yes", "bold green") if holds else ("NO", "bold red"), f"  {text}"))
 
     comparison = proof.alone_and_in_group
     say(
@@ -257,7 +258,7 @@ def _preview(rollouts: Rollouts, console: Console) -> None:
     from diffusion_rl.pictures import half_blocks
 
     for group in rollouts.groups[:2]:
-        console.print(group[0].prompt, style="bold", highlight=False)
+        console.print(Text(group[0].prompt, "bold"))
         pictures = [sample.generated_output for sample in group if sample.generated_output is not None]
         console.print(half_blocks(pictures, width=console.width), no_wrap=True, overflow="crop")
     console.print()

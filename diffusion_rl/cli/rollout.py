@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from diffusion_rl.cli import options
 from diffusion_rl.cli.loading import load_pipeline
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from diffusion_rl.cli.filmstrip import Filmstrip
     from diffusion_rl.sample import RolloutSample
 
-NO_PLOTS = "no log-prob plots: matplotlib is not installed (pip install 'diffusion-rl\\[plots]')"
+NO_PLOTS = "no log-prob plots: matplotlib is not installed (pip install 'diffusion-rl[plots]')"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def rollout(
 
 def _in_process(config: EngineConfig, prompts: Sequence[str], fields: dict[str, Any], console: Console) -> Rolled:
     """Loads the model here. Fields that no model could serve are refused before that."""
-    with console.status(f"loading {config.model_path}"):
+    with console.status(Text(f"loading {config.model_path}")):
         from diffusion_rl.schedulers import step_kinds
 
         for prompt in prompts:
@@ -145,14 +146,14 @@ def _write(rolled: Rolled, out: Path, console: Console, *, filmstrips: bool) -> 
     draw_sheet(rows, out / "contact_sheet.png", side=144)
     write_json({"samples": entries}, out / "summary.json")
     if None in plots:
-        console.print(NO_PLOTS, style="yellow")
+        console.print(Text(NO_PLOTS, "yellow"))
     count = sum(len(group) for group in rolled.groups)
-    console.print(f"{count} samples in [bold]{out.resolve()}[/]", soft_wrap=True, highlight=False)
+    console.print(Text.assemble(f"{count} samples in ", (str(out.resolve()), "bold")), soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from diffusion_rl.pictures import Tile
 from diffusion_rl.sample import RolloutSample
@@ -97,7 +98,7 @@ def tile_of(sample: RolloutSample) -> Tile | None:
 
 def group_table(group: Sequence[RolloutSample], title: str) -> Table:
     """One row a sample: its seed, its log-prob at each step, their sum, and the checker's verdict if there is one."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=Text(title, "bold"), title_justify="left")  # a Text: square brackets of a prompt are no markup
     table.add_column("seed", justify="right", no_wrap=True)
     table.add_column("log-prob per step")
     table.add_column("sum", justify="right", no_wrap=True)
@@ -108,9 +109,10 @@ def group_table(group: Sequence[RolloutSample], title: str) -> Table:
         log_probs = log_probs_of(sample)
         steps = zip(log_probs, sample.rollout_step_kinds, strict=False)  # an evaluation sample has kinds alone
         shown = " ".join(f"{value:+.3f}" if kind != "ode" else "ode" for value, kind in steps)
-        row = [str(sample.seed), shown or "none: evaluation", f"{sum(log_probs):+.4f}" if log_probs else "-"]
+        row: list[str | Text] = [str(sample.seed), shown or "none: evaluation"]
+        row.append(f"{sum(log_probs):+.4f}" if log_probs else "-")
         if any(checked):
             style = "green" if verdict is not None and verdict.result.correct else "red"
-            row.append(f"[{style}]{verdict}[/]")
+            row.append(Text(str(verdict), style))
         table.add_row(*row)
     return table

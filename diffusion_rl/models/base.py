@@ -72,7 +72,10 @@ class Defaults:
 
 
 class ModelFamily(ABC):
-    """Base of the families; `pipeline_class_name` is the diffusers class that the family serves."""
+    """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
+
+    `dtype` and `device` are the transformer's when the family was made: move a pipeline before, not after.
+    """
 
     pipeline_class_name: ClassVar[str]
     text_first: ClassVar[bool]  # the order of a joint attention sequence
@@ -83,20 +86,14 @@ class ModelFamily(ABC):
             if isinstance(module, torch.nn.Module):
                 module.eval()
         self.choices: Choices = EXACT
+        # Asking the module walks all its parameters, which is too slow for every step.
+        self.dtype: torch.dtype = pipeline.transformer.dtype
+        self.device: torch.device = pipeline.transformer.device
         self.defaults = self._defaults(defaults_folder)
 
     @property
     def transformer(self) -> torch.nn.Module:
         return self.pipeline.transformer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the transformer computes in."""
-        return self.pipeline.transformer.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.pipeline.transformer.device
 
     @property
     @abstractmethod

@@ -237,7 +237,7 @@ class RolloutEngine:
         """One forward for all samples of the batch: velocities after guidance `[n, ...]`."""
         first = batch[0].request
         timesteps = torch.stack([s.request.schedule.timesteps[s.step] for s in batch])
-        latents = torch.stack([s.latents.to(self.family.dtype) for s in batch])
+        latents = torch.stack([s.latents for s in batch]).to(self.family.dtype)
         conditioning = tuple(s.request.conditioning for s in batch if s.request.conditioning is not None)
         return self.family.predict(
             DenoiseBatch(latents, timesteps.to(self.family.device), conditioning, first.size[0], first.size[1])

@@ -31,14 +31,19 @@ class NoiseStream(IntEnum):
 
 
 def philox(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10: key `[..., 2]` and counter `[..., 4]`, 32-bit words in int64 tensors; result `[..., 4]`."""
-    k0, k1 = key.unbind(-1)
-    c0, c1, c2, c3 = counter.unbind(-1)
-    for _ in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack([c0, c1, c2, c3], dim=-1)
+    """Philox4x32-10: key `[..., 2]` and counter `[..., 4]`, 32-bit words in int64 tensors; result `[..., 4]`.
+
+    Both halves of a round are one operation: `even` holds words 0 and 2 of the counter, `odd` words 1 and 3.
+    """
+    rounds = torch.arange(_ROUNDS, device=key.device).reshape(-1, *(1,) * key.dim())
+    keys = ((key + rounds * torch.tensor(_WEYL, device=key.device)) & _MASK).movedim(-1, 1)  # [rounds, 2, ...]
+    multipliers = torch.tensor(_MULTIPLIERS[::-1], device=key.device).reshape(-1, *(1,) * (counter.dim() - 1))
+    even, odd = counter[..., 0::2].movedim(-1, 0), counter[..., 1::2].movedim(-1, 0)
+    for key_of_round in keys.unbind(0):
+        product = even.flip(0).mul_(multipliers)
+        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(key_of_round)
+        odd = product.bitwise_and_(_MASK)
+    return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
 
 
 def random_words(
@@ -46,13 +51,13 @@ def random_words(
 ) -> torch.Tensor:
     """`[n, count]` 32-bit words (int64), one row for each of n (seed, step) pairs."""
     blocks = math.ceil(count / 4)
-    shape = (len(seeds), blocks)
     words = torch.tensor([[s & _MASK, (s >> 32) & _MASK, step] for s, step in zip(seeds, steps, strict=True)])
     words = words.to(device).unsqueeze(1)
-    key = (words[..., 0].expand(shape), words[..., 1].expand(shape))
-    block = torch.arange(blocks, device=device).expand(shape)
-    counter = (block, words[..., 2].expand(shape), torch.full_like(block, int(stream)), torch.zeros_like(block))
-    return philox(torch.stack(key, -1), torch.stack(counter, -1)).reshape(len(seeds), -1)[:, :count]
+    counter = torch.zeros(4, len(seeds), blocks, dtype=torch.int64, device=device)
+    counter[0] = torch.arange(blocks, device=device)
+    counter[1] = words[..., 2]
+    counter[2] = int(stream)
+    return philox(words[..., :2], counter.movedim(0, -1)).reshape(len(seeds), -1)[:, :count]
 
 
 def normal_noise(

@@ -52,7 +52,7 @@ class Recorder:
     ) -> None:
         """Copies one step's log-prob and, in debug mode, its noise (None: none was drawn), mean and model output."""
         if self.log_probs is not None:
-            self.log_probs[step].copy_(log_prob)
+            self.log_probs[step] = log_prob
         if self.debug:
             if noise is not None:
                 self.noises[step].copy_(noise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,34 +17,48 @@ from diffusion_rl.schedulers.base import StepTerms, log_prob
 _STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True)
+class StepGroup:
+    """Samples of a batch whose step is computed by the same operations: mean, scoring, and rounding of the state."""
+
+    kind: str
+    no_const: bool
+    storage: torch.dtype
+
+
+def step_group(sample: SampleState, model_dtype: torch.dtype) -> StepGroup:
+    """Which group a sample's next step belongs to. An ODE request's state has the model's dtype, as in diffusers."""
+    schedule, params = sample.request.schedule, sample.request.params
+    storage = model_dtype if schedule.ode_state else _STORAGE[params.rollout_latents_dtype]
+    return StepGroup(schedule.mean_kinds[sample.step], params.rollout_log_prob_no_const, storage)
+
+
 def advance(batch: Sequence[SampleState], model_outputs: torch.Tensor) -> None:
     """Takes each sample one step further, given its velocity `[n, ...]`, and records what was asked for.
 
-    Samples are grouped by step kind and by how they are scored; within a group every operation is elementwise with
-    the sample's own coefficients, or sums within a sample, so a sample's bits don't depend on its group.
+    Within a group every operation is elementwise with the sample's own coefficients, or sums within a sample, so a
+    sample's bits don't depend on its group.
     """
-    groups: dict[tuple[str, bool], list[int]] = {}
+    groups: dict[StepGroup, list[int]] = {}
     for row, sample in enumerate(batch):
-        key = (sample.request.schedule.mean_kinds[sample.step], sample.request.params.rollout_log_prob_no_const)
-        groups.setdefault(key, []).append(row)
-    for (kind, no_const), rows in groups.items():
-        chosen = [batch[r] for r in rows]
+        groups.setdefault(step_group(sample, model_outputs.dtype), []).append(row)
+    for group, rows in groups.items():
         outputs = model_outputs if len(rows) == len(batch) else model_outputs[rows]
-        _advance_group(kind, chosen, outputs, no_const=no_const)
+        _advance_group(group, [batch[r] for r in rows], outputs)
 
 
-def _advance_group(kind: str, samples: list[SampleState], model_outputs: torch.Tensor, *, no_const: bool) -> None:
-    device = model_outputs.device
+def _advance_group(group: StepGroup, samples: list[SampleState], model_outputs: torch.Tensor) -> None:
     columns = torch.stack([s.request.schedule.columns[s.step] for s in samples])
-    terms = StepTerms.from_columns(columns.to(device))
+    terms = StepTerms.from_columns(columns.to(model_outputs.device))
     state = torch.stack([s.latents for s in samples]).float()
-    step_kind = step_kinds.get(kind)
+    step_kind = step_kinds.get(group.kind)
     previous_x0 = _previous_x0(samples) if step_kind.needs_previous_x0 else None
     mean, noise_std = step_kind.transition(state, model_outputs, terms, previous_x0)
-    noise = _draw_noise(samples, tuple(mean.shape[1:]), device)
+    noise = _draw_noise(samples, tuple(mean.shape[1:]), model_outputs.device)
     prev_sample = mean if noise is None else mean + noise_std * noise
-    prev_sample = torch.stack([_stored(s, x) for s, x in zip(samples, prev_sample, strict=True)])
-    log_probs = log_prob(prev_sample, mean, terms, no_const=no_const)
+    latents = prev_sample.to(group.storage)
+    prev_sample = latents.float()  # what is stored is what is scored, and what the next step reads
+    log_probs = log_prob(prev_sample, mean, terms, no_const=group.no_const)
     x0 = state - terms.over(state).sigma * model_outputs.float() if _wants_x0(samples) else None
     for row, sample in enumerate(samples):
         stochastic = sample.request.schedule.kinds[sample.step] != ODE
@@ -56,8 +71,7 @@ def _advance_group(kind: str, samples: list[SampleState], model_outputs: torch.T
         )
         sample.step += 1
         sample.recorder.record_state(sample.step, prev_sample[row])
-        ode_state = sample.request.schedule.ode_state
-        sample.latents = prev_sample[row].to(model_outputs.dtype) if ode_state else prev_sample[row]
+        sample.latents = latents[row] if sample.request.schedule.ode_state else prev_sample[row]
         sample.previous_x0 = None if x0 is None else x0[row]
 
 
@@ -66,13 +80,6 @@ def _draw_noise(samples: list[SampleState], shape: tuple[int, ...], device: torc
     if all(s.request.schedule.kinds[s.step] == ODE for s in samples):
         return None
     return normal_noise([s.seed for s in samples], NoiseStream.STEP, [s.step for s in samples], shape, device)
-
-
-def _stored(sample: SampleState, latents: torch.Tensor) -> torch.Tensor:
-    """The fp32 value of what is stored: rounded to the model's dtype in an ODE request, to the request's otherwise."""
-    if sample.request.schedule.ode_state:
-        return latents.to(sample.latents.dtype).float()
-    return round_to_storage(latents, sample.request.params)
 
 
 def round_to_storage(latents: torch.Tensor, params: RolloutParams) -> torch.Tensor:

@@ -13,7 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from diffusion_rl.config import EngineConfig, ServerConfig
-from diffusion_rl.server.middleware import BodyLimit, CountRequests, LimitInFlight
+from diffusion_rl.server.connections import REPLY_GRACE_S, Server, limited_protocol
+from diffusion_rl.server.middleware import BodyLimit, CountRequests, EndAtShutdown, LimitInFlight
 from diffusion_rl.server.problem import install_error_handlers
 from diffusion_rl.server.routes import ROLLOUT_PATH, health_router, info_router, rollout_router
 from diffusion_rl.server.service import RolloutService
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = """Rollouts of diffusion models for RL post-training: images, per-step log-probs, trajectories and the
 conditioning to re-score them. Errors are `application/problem+json` with a stable `code`, the `field` and a `hint`."""
-SHUTDOWN_GRACE_S = 10
+SHUTDOWN_GRACE_S = round(REPLY_GRACE_S) + 2  # by then every connection is closed; uvicorn cancels what is left
 
 
 def create_app(
@@ -36,6 +37,9 @@ def create_app(
 
     The app answers from its first moment; `/health` says when the engine takes requests. If it never does,
     `on_start_failure` gets the error, once.
+
+    What concerns connections instead of requests is `serve`'s: under another ASGI server, limits on slow headers and on
+    clients that take nothing of a reply are that server's, and so is the end of requests at its shutdown.
     """
     service = RolloutService(engine_config, server_config)
 
@@ -51,17 +55,20 @@ def create_app(
 
     app = FastAPI(title="diffusion-rl", description=DESCRIPTION, lifespan=lifespan)
     app.state.service = service
+    app.state.requests = EndAtShutdown.Requests()
     install_error_handlers(app)
     app.include_router(rollout_router(service))
     app.include_router(health_router(service))
     app.include_router(info_router(service))
-    app.add_middleware(BodyLimit, max_bytes=server_config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=server_config.max_body_bytes, timeout_s=server_config.body_timeout_s)
     app.add_middleware(
         LimitInFlight,
         path=ROLLOUT_PATH,
         gauge=service.metrics.rollouts_in_flight,
         limit=server_config.max_requests_in_flight,
+        replies=service.replies,
     )
+    app.add_middleware(EndAtShutdown, requests=app.state.requests)
     app.add_middleware(CountRequests, metrics=service.metrics)  # added last, so outermost: it sees every answer
     return app
 
@@ -79,17 +86,18 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         server.should_exit = True
 
     app = create_app(engine_config, server_config, on_start_failure=give_up)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             app,
             host=server_config.host,
             port=server_config.port,
-            http="httptools",
+            http=limited_protocol(server_config),
             ws="none",
             access_log=False,
             log_config=_log_config(),
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-        )
+        ),
+        app.state.requests,
     )
     server.run()
     if failures:

@@ -34,6 +34,11 @@ class Metrics:
             "Rollout requests whose reply is not sent completely",
             registry=self._registry,
         )
+        self.reply_bytes_in_flight = Gauge(
+            f"{PREFIX}_reply_bytes_in_flight",
+            "Length of the replies that are not sent completely",
+            registry=self._registry,
+        )
         self._engine = _EngineCollector(max_batch_size, restarts, ready)
         self._registry.register(self._engine)
 

@@ -1,7 +1,8 @@
-"""Pure ASGI middleware: a bound on request bodies that is never buffered past, and the count of all requests."""
+"""Pure ASGI middleware: bounds on request bodies and on what is in flight, the count of all requests, and their end."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from prometheus_client import Gauge
@@ -9,15 +10,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffusion_rl.server.metrics import Metrics
 from diffusion_rl.server.problem import problem_response
-from engine_control.errors import PayloadTooLargeError, QueueFullError
+from diffusion_rl.server.responses import RepliesInFlight
+from engine_control.errors import BodyTimeoutError, EngineUnavailableError, PayloadTooLargeError, QueueFullError
 
 
 class BodyLimit:
-    """Refuses a body that is too long: by its Content-Length before a byte is read, or as soon as that many came in."""
+    """Refuses a body that is too long: by its Content-Length before a byte is read, or as soon as that many came in.
+    Refuses one that isn't complete in time, too."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -25,25 +29,38 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await problem_response(self._error(int(declared)))(scope, receive, send)
+            await problem_response(self._too_large(int(declared)))(scope, receive, send)
             return
-        received = 0
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal received, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._late(received) from None
             received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if received > self._max_bytes:
-                raise self._error(received)
+                raise self._too_large(received)
             return message
 
-        await self._app(scope, counted, send)
+        await self._app(scope, limited, send)
 
-    def _error(self, size: int) -> PayloadTooLargeError:
+    def _late(self, received: int) -> BodyTimeoutError:
+        return BodyTimeoutError(
+            f"the body was not complete after {self._timeout_s:g} s; {received} bytes had arrived",
+            value=received,
+            hint="Send it faster, or raise the server's --body-timeout-s.",
+        )
+
+    def _too_large(self, size: int) -> PayloadTooLargeError:
         return PayloadTooLargeError(
             f"a body of {size} bytes or more, at most {self._max_bytes} are read",
             value=size,
-            hint="Send less, or raise the server's --max-body-bytes.",
+            hint="Send less, or raise the server's --max-body-mb.",
         )
 
 
@@ -76,22 +93,23 @@ class CountRequests:
 
 class LimitInFlight:
     """Counts the requests to one path from their arrival to the last byte of their reply, and refuses more than so
-    many at a time: what a slow client has not yet taken of its reply is memory."""
+    many at a time; all of them while `replies` are too large: what a slow client has not yet taken is memory."""
 
-    def __init__(self, app: ASGIApp, *, path: str, gauge: Gauge, limit: int) -> None:
+    def __init__(self, app: ASGIApp, *, path: str, gauge: Gauge, limit: int, replies: RepliesInFlight) -> None:
         self._app = app
         self._path = path
         self._gauge = gauge
         self._limit = limit
+        self._replies = replies
         self._count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(self._path):
             await self._app(scope, receive, send)
             return
-        if self._count >= self._limit:
-            error = QueueFullError(f"{self._count} requests are in flight", value=self._count, hint="Retry later.")
-            await problem_response(error)(scope, receive, send)
+        refusal = self._refusal()
+        if refusal is not None:
+            await problem_response(refusal)(scope, receive, send)
             return
         self._count += 1
         self._gauge.set(self._count)
@@ -100,3 +118,64 @@ class LimitInFlight:
         finally:
             self._count -= 1
             self._gauge.set(self._count)
+
+    def _refusal(self) -> QueueFullError | None:
+        if self._count >= self._limit:
+            return QueueFullError(f"{self._count} requests are in flight", value=self._count, hint="Retry later.")
+        if self._replies.too_many:
+            return QueueFullError(
+                f"{self._replies.held_bytes} bytes of replies are not taken by their clients",
+                code="reply_memory_full",
+                value=self._replies.held_bytes,
+                hint="Read your replies; retry later, or raise the server's --max-reply-mb.",
+            )
+        return None
+
+
+class EndAtShutdown:
+    """Answers, at shutdown, each request that has no answer yet: with a 503, at once. Its work is cancelled."""
+
+    class Requests:
+        """The requests that are being served. `end` is called once, by the server, and then none is begun."""
+
+        def __init__(self) -> None:
+            self.unanswered: set[asyncio.Task[object]] = set()
+            self.ending = False
+
+        def end(self) -> None:
+            self.ending = True
+            for task in self.unanswered:
+                task.cancel()
+
+    def __init__(self, app: ASGIApp, *, requests: EndAtShutdown.Requests) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        answered = False
+
+        async def watched(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            self._requests.unanswered.discard(task)
+            await send(message)
+
+        self._requests.unanswered.add(task)
+        try:
+            if not self._requests.ending:
+                await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if not self._requests.ending:
+                raise
+        finally:
+            self._requests.unanswered.discard(task)
+        if self._requests.ending and not answered:
+            error = EngineUnavailableError(
+                "the service is shutting down", code="shutting_down", hint="Retry once it is up again, or elsewhere."
+            )
+            await problem_response(error)(scope, receive, send)

@@ -16,17 +16,19 @@ MEDIA_TYPES: Mapping[str, Wire] = {
     "application/vnd.safetensors": "safetensors",
     "application/x-safetensors": "safetensors",
 }
+MAX_RANGES = 64  # of an Accept header; a browser sends eight
 
 
 def choose_wire(accept: str | None, default: Wire) -> Wire:
     """The encoding with the highest quality; among equals those that the header names, in its order, then the default.
+    Of a header with more than `MAX_RANGES` entries the first ones count.
 
     Raises:
         NotAcceptableError: the header excludes all of them.
     """
     if accept is None or not accept.strip():
         return default
-    ranges = dict(_media_range(item) for item in reversed(accept.split(",")) if item.strip())
+    ranges = dict(_media_range(item) for item in reversed(accept.split(",", MAX_RANGES)[:MAX_RANGES]) if item.strip())
     named = [(-quality, MEDIA_TYPES[media_type]) for media_type, quality in ranges.items() if media_type in MEDIA_TYPES]
     named.reverse()
     wild = ranges.get("application/*", ranges.get("*/*", 0.0))
@@ -53,7 +55,7 @@ def check_json_content_type(content_type: str | None) -> None:
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise UnsupportedMediaTypeError(
-            f"this route reads JSON, not {media_type}",
+            f"this route reads JSON, not {media_type[:100]}",
             field="Content-Type",
             value=content_type,
             hint="Send Content-Type: application/json.",

@@ -38,6 +38,8 @@ class Problem(BaseModel):
 def problem_response(error: EngineError) -> Response:
     """The error as a response."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    if error.status == 408:
+        headers["connection"] = "close"  # the rest of the body may still come, and is no request
     return _response(
         Problem(
             title=_title(error.status),

@@ -14,8 +14,8 @@ from diffusion_rl.server.encoding import CONTENT_TYPES
 from diffusion_rl.server.metrics import PAGE_TYPE
 from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
 from diffusion_rl.server.problem import PROBLEM_TYPE, Problem
-from diffusion_rl.server.responses import body_response, unless_disconnected
-from diffusion_rl.server.schema import EXAMPLE, RolloutRequest, load_json
+from diffusion_rl.server.responses import BodyResponse, read_body, unless_disconnected
+from diffusion_rl.server.schema import EXAMPLE, RolloutRequest, load_json, outline
 from diffusion_rl.server.service import RolloutService
 from engine_control.errors import EngineError, InvalidRequestError
 from engine_control.process import EngineState
@@ -24,12 +24,13 @@ ROLLOUT_PATH = "/rollout/generate"
 REFUSALS = {
     400: "The request can't be served as it stands; `field`, `value` and `hint` say why.",
     406: "No encoding fits the Accept header.",
+    408: "The body did not arrive in time.",
     413: "The body is too long.",
     415: "The body is not labelled as JSON.",
     429: "Too much is waiting; retry later.",
     499: "The request was aborted.",
     500: "The engine met a fault, or the model produced non-finite values.",
-    503: "The engine is starting, restarting or gone; retry later.",
+    503: "The engine is starting, restarting or gone, or the service is shutting down; retry later.",
 }
 TENSOR_DOC = (
     'One row a sample. Tensors are `{"__tensor__": true, "data", "shape", "dtype"}`, where data is a safetensors file '
@@ -72,16 +73,18 @@ def rollout_router(service: RolloutService) -> APIRouter:
         """
         wire = choose_wire(request.headers.get("accept"), service.config.rollout_wire)
         check_json_content_type(request.headers.get("content-type"))
-        parsed = service.parse(load_json(await request.body()))
-        return body_response(await unless_disconnected(request, service.roll_out(parsed, wire)))
+        parsed = await read_body(request, service.parse)
+        return BodyResponse(await unless_disconnected(request, service.roll_out(parsed, wire)), service.replies)
 
     @router.post("/abort_request", responses=_refusals(400, 503), response_model=AbortReply)
     async def abort_request(request: Request) -> AbortReply:
         """Aborts the request that was sent with this `rid`; it is answered with status 499."""
         check_json_content_type(request.headers.get("content-type"))
-        rid = load_json(await request.body()).get("rid")
+        rid = (await read_body(request, load_json)).get("rid")
         if not isinstance(rid, str):
-            raise InvalidRequestError("must be a string", field="rid", value=rid, hint="Send the request's rid.")
+            raise InvalidRequestError(
+                "must be a string", field="rid", value=outline(rid), hint="Send the request's rid."
+            )
         return AbortReply(success=True, aborted=await service.supervisor.abort(rid))
 
     return router

@@ -45,8 +45,8 @@ def response_rows(
 ) -> list[dict[str, Any]]:
     """One row a sample, in order. Tensors that samples share are shared by the rows too.
 
-    `seed` is the sample's own; `request_seed` is what the request said, or what was chosen for it. Evaluation rows
-    (`rollout=false`) have none of the training keys.
+    `seed` is the sample's own; `request_seed` is what the request said, or what was chosen for it: its `seed`, or the
+    first of its `seeds` if it had only those. Evaluation rows (`rollout=false`) have none of the training keys.
     """
     filtered: dict[tuple[int, int], torch.Tensor] = {}
     return [_row(sample, params, filtered if timesteps == "filtered" else None) for sample in samples]
@@ -56,7 +56,7 @@ def _row(
     sample: RolloutSample, params: RolloutParams, filtered: dict[tuple[int, int], torch.Tensor] | None
 ) -> dict[str, Any]:
     row: dict[str, Any] = {field.name: getattr(sample, field.name) for field in fields(sample)}
-    row["request_seed"] = params.seed
+    row["request_seed"] = params.seeds[0] if params.seed is None and params.seeds else params.seed
     row["sample_seed"] = sample.seed
     row["weight_version"] = sample.weight_versions[-1] if sample.weight_versions else None
     row["inference_time_s"] = sample.timings.inference_time_s

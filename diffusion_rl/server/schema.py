@@ -5,11 +5,12 @@ The fields are those of SGLang's `RolloutRequest`, then this project's. `null` a
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -23,9 +24,15 @@ from diffusion_rl.params import (
     StorageDtype,
     params_from_mapping,
 )
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, LimitExceededError
 
 MAX_CHOSEN_SEED = 2**31 - 1
+MAX_ITEMS = 4096
+MAX_BRACKETS = 100_000  # in a body, within its texts too; far more than MAX_ITEMS rows and the longest prompts have
+MAX_NAME = 128  # characters of a field's, a step kind's or a device's name, of which none is that long
+T = TypeVar("T")
+# The first wrong item ends the validation: an error an item would be gigabytes for a body of a few megabytes.
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 EXAMPLE: dict[str, JsonValue] = {
     "prompt": "a red square above a blue circle",
     "num_outputs_per_prompt": 4,
@@ -49,7 +56,9 @@ class RolloutRequest(BaseModel):
     prompt: str = Field(description="One prompt; a group of samples comes from `num_outputs_per_prompt`.")
     negative_prompt: str | None = Field(None, description="For classifier-free guidance.")
     seed: int | None = Field(None, description="Sample i has seed `seed + i`. Left out, one is chosen and returned.")
-    generator_device: str = Field("cuda", description="Accepted for compatibility; replies name the effective one.")
+    generator_device: str = Field(
+        "cuda", max_length=MAX_NAME, description="Accepted for compatibility; replies name the effective one."
+    )
     width: int | None = Field(None, description="Pixels; the model's own default if left out.")
     height: int | None = Field(None, description="Pixels; the model's own default if left out.")
     num_inference_steps: int | None = Field(None, description="T, the number of denoising steps.")
@@ -59,15 +68,15 @@ class RolloutRequest(BaseModel):
     num_frames: int | None = Field(None, description="For video models; 1 or null here.")
     fps: int | None = Field(None, description="For video models; ignored here.")
     rollout: bool = Field(True, description="false: evaluation, images only.")
-    rollout_sde_type: str = Field("sde", description="A step kind: sde, cps, dance, ode or affine.")
+    rollout_sde_type: str = Field("sde", max_length=MAX_NAME, description="sde, cps, dance, ode or affine.")
     rollout_noise_level: float = Field(0.7, description="eta, the noise level of the stochastic steps.")
     rollout_log_prob_no_const: bool = False
     rollout_debug_mode: bool = Field(True, description="Return four more `[T, ...]` tensors a sample.")
     rollout_return_denoising_env: bool = Field(False, description="Return what the transformer was conditioned on.")
     rollout_return_dit_trajectory: bool = Field(False, description="Return latents, timesteps and sigmas.")
-    rollout_sde_step_indices: list[int] | None = Field(None, description="The stochastic steps; null: all of them.")
-    rollout_return_step_indices: list[int] | None = Field(None, description="Which states of 0..T to return.")
-    image_path: list[str] | str | None = Field(None, description="For models with image conditions; null here.")
+    rollout_sde_step_indices: Items[int] | None = Field(None, description="The stochastic steps; null: all of them.")
+    rollout_return_step_indices: Items[int] | None = Field(None, description="Which states of 0..T to return.")
+    image_path: Items[str] | str | None = Field(None, description="For models with image conditions; null here.")
     suppress_logs: bool = Field(False, description="Accepted for compatibility.")
     extra_sampling_params: dict[str, Any] | None = Field(
         None, description="More fields of this request, merged over the others (but for `rollout`)."
@@ -75,16 +84,16 @@ class RolloutRequest(BaseModel):
     rollout_video_dtype: Literal["uint8"] | None = Field(None, description="The same as `output_dtype`.")
     rid: str | None = Field(None, min_length=1, max_length=128, description="The request's id, for /abort_request.")
 
-    seeds: list[int] | None = Field(None, description="One seed a sample, instead of `seed + i`.")
+    seeds: Items[int] | None = Field(None, description="One seed a sample, instead of `seed + i`.")
     rollout_sde_window_size: int | None = Field(None, description="A contiguous run of that many stochastic steps,")
-    rollout_sde_window_range: list[int] | None = Field(None, description="which lies in steps [low, high).")
-    sigmas: list[float] | None = Field(None, description="T values to be shifted, or T + 1 that end with 0, as is.")
+    rollout_sde_window_range: Items[int] | None = Field(None, description="which lies in steps [low, high).")
+    sigmas: Items[float] | None = Field(None, description="T values to be shifted, or T + 1 that end with 0, as is.")
     flow_shift: float | None = Field(None, description="Replaces the scheduler's shift.")
     max_sequence_length: int | None = Field(None, description="Longest prompt, in tokens of the long text encoder.")
     init_same_noise: bool = Field(False, description="All samples of the group start from one initial latent.")
     initial_noise_seed: int | None = Field(None, description="A seed for the initial latents alone.")
     rollout_share_prefix: bool = Field(True, description="Compute common deterministic steps of a group once.")
-    affine_coefficients: list[list[float]] | None = Field(None, description="Rows (a, b, c, s) for `affine`.")
+    affine_coefficients: Items[Items[float]] | None = Field(None, description="Rows (a, b, c, s) for `affine`.")
     rollout_latents_dtype: StorageDtype = "float32"
     output_type: OutputType = "image"
     output_dtype: OutputDtype = "float32"
@@ -109,7 +118,15 @@ def load_json(body: bytes) -> dict[str, Any]:
 
     Raises:
         InvalidRequestError: `invalid_json`, for broken text and for NaN or Infinity; or no object.
+        LimitExceededError: it holds so many lists and objects that the interpreter would stand still to make them.
     """
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > MAX_BRACKETS:
+        raise LimitExceededError(
+            f"{brackets} opening brackets in the body, at most {MAX_BRACKETS} are read",
+            value=brackets,
+            hint="Send fewer lists.",
+        )
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -167,9 +184,24 @@ def validated(values: Mapping[str, Any]) -> RolloutRequest:
         raise InvalidRequestError(
             f"wrong type or value{where}: {first['msg'][0].lower()}{first['msg'][1:]}",
             field=path[0] if path else None,
-            value=first["input"],
+            value=outline(first["input"]),
             hint="See /docs for the fields of a request and their types.",
         ) from error
+
+
+class _Outline(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return f"an object of {len(x)} fields"
+
+
+_OUTLINE = _Outline()
+_OUTLINE.maxstring = 200
+_OUTLINE.maxlong = 200
+
+
+def outline(value: object) -> object:
+    """A JSON value as it stands in an error: itself if it is a scalar, else its beginning, whatever its size."""
+    return _OUTLINE.repr(value) if isinstance(value, list | dict) else value
 
 
 def _merged(values: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
@@ -179,13 +211,16 @@ def _merged(values: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
     extra = merged.pop("extra_sampling_params", {})
     if not isinstance(extra, Mapping):
         raise InvalidRequestError(
-            "must be an object", field="extra_sampling_params", value=extra, hint='Send {"field": value}.'
+            "must be an object", field="extra_sampling_params", value=outline(extra), hint='Send {"field": value}.'
         )
     extra_names = (*top_names, *EXTRA_NAMES)
     extra = _known(extra, tuple(n for n in extra_names if n != "extra_sampling_params"), lenient=lenient)
     if extra.get("rollout", merged.get("rollout", True)) != merged.get("rollout", True):
         raise InvalidRequestError(
-            "extra_sampling_params can't change it", field="rollout", value=extra["rollout"], hint="Send it at the top."
+            "extra_sampling_params can't change it",
+            field="rollout",
+            value=outline(extra["rollout"]),
+            hint="Send it at the top.",
         )
     merged.update(extra)
     if isinstance(merged.get("seed"), list):
@@ -199,7 +234,7 @@ def _merged(values: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
 def _known(values: Mapping[str, Any], names: Sequence[str], *, lenient: bool) -> dict[str, Any]:
     unknown = [name for name in values if name not in names]
     if unknown and not lenient:
-        raise FieldNames(tuple(names)).unknown(unknown[0], values[unknown[0]])
+        raise FieldNames(tuple(names)).unknown(unknown[0][:MAX_NAME], outline(values[unknown[0]]))
     return {name: value for name, value in values.items() if name in names and value is not None}
 
 
@@ -207,7 +242,10 @@ def _refuse_what_has_no_use(merged: dict[str, Any]) -> None:
     quality = merged.pop("quality", "exact")
     if quality != "exact":
         raise InvalidRequestError(
-            "there are no approximate modes", field="quality", value=quality, hint="Leave it out, or send 'exact'."
+            "there are no approximate modes",
+            field="quality",
+            value=outline(quality),
+            hint="Leave it out, or send 'exact'.",
         )
     for name in NO_USE_HERE:
         value = merged.get(name)
@@ -217,7 +255,7 @@ def _refuse_what_has_no_use(merged: dict[str, Any]) -> None:
                 f"the loaded text-to-image model has no use for {name}",
                 code="unsupported_field",
                 field=name,
-                value=value,
+                value=outline(value),
                 hint="Leave it out.",
             )
         if name not in RolloutRequest.model_fields:

@@ -16,8 +16,9 @@ from diffusion_rl.config import EngineConfig, ServerConfig, Wire, engine_environ
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.server.encoding import EncodedBody, encode
 from diffusion_rl.server.metrics import Metrics
+from diffusion_rl.server.responses import RepliesInFlight
 from diffusion_rl.server.rows import response_rows, sample_from_plain
-from diffusion_rl.server.schema import ParsedRequest, parse_rollout_request
+from diffusion_rl.server.schema import ParsedRequest, load_json, parse_rollout_request
 from engine_control.errors import EngineUnavailableError
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
 
@@ -46,6 +47,9 @@ class RolloutService:
             restarts=lambda: self.supervisor.restarts,
             ready=lambda: self.supervisor.state is EngineState.READY,
         )
+        self.replies = RepliesInFlight(
+            limit=server_config.max_reply_bytes_in_flight, gauge=self.metrics.reply_bytes_in_flight
+        )
         self._stats: dict[str, float] = {}
         self._health_check: asyncio.Task[Any] | None = None
 
@@ -53,8 +57,8 @@ class RolloutService:
     def model_name(self) -> str:
         return self.config.served_model_name or self.engine_config.model_path
 
-    def parse(self, values: Mapping[str, Any]) -> ParsedRequest:
-        """The request, checked as far as it can be without the model.
+    def parse(self, body: bytes) -> ParsedRequest:
+        """The request that a body holds, checked as far as it can be without the model. Any thread may call this.
 
         Raises:
             EngineUnavailableError: no engine takes requests now, so that nobody can say which step kinds there are.
@@ -62,7 +66,7 @@ class RolloutService:
         """
         self.check_ready()
         return parse_rollout_request(
-            values,
+            load_json(body),
             limits=self.engine_config.limits,
             step_kinds=self.supervisor.description["step_kinds"],
             lenient=self.config.lenient_fields,

@@ -1,0 +1,147 @@
+"""Pipelines of full-size shapes with random weights, from public configurations; no download. For a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+
+from diffusion_rl.models.base import PromptEmbeds
+from diffusion_rl.models.qwen_image import QwenImageFamily
+from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
+
+SD3_TEXT_TOKENS = 205  # 77 of the CLIPs, 128 of T5: what FlowGRPO trains SD3.5 with
+
+
+def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffusion3Family:
+    """The transformer of SD3.5-medium (2.24 B parameters) and its VAE's shape; prompts are random embeddings."""
+    transformer = _random_module(
+        SD3Transformer2DModel,
+        device,
+        dtype,
+        sample_size=128,
+        patch_size=2,
+        in_channels=16,
+        num_layers=24,
+        attention_head_dim=64,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        caption_projection_dim=1536,
+        pooled_projection_dim=2048,
+        out_channels=16,
+        pos_embed_max_size=384,
+        dual_attention_layers=tuple(range(13)),
+        qk_norm="rms_norm",
+    )
+    vae = _random_module(
+        AutoencoderKL,
+        device,
+        dtype,
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+    )
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+    pipeline = StableDiffusion3Pipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        **dict.fromkeys(names),
+    )
+    return _SD3WithRandomText(pipeline)
+
+
+def qwen_image(device: str, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImageFamily:
+    """Qwen-Image at its real width with that many of its 60 blocks; prompts are random embeddings of their length."""
+    transformer = _random_module(
+        QwenImageTransformer2DModel,
+        device,
+        dtype,
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=layers,
+        attention_head_dim=128,
+        num_attention_heads=24,
+        joint_attention_dim=3584,
+        axes_dims_rope=(16, 56, 56),
+    )
+    vae = _random_module(
+        AutoencoderKLQwenImage,
+        device,
+        dtype,
+        base_dim=96,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        dropout=0.0,
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.5,
+        max_image_seq_len=8192,
+        max_shift=0.9,
+        shift_terminal=0.02,
+        use_dynamic_shifting=True,
+        time_shift_type="exponential",
+    )
+    pipeline = QwenImagePipeline(
+        transformer=transformer, vae=vae, scheduler=scheduler, text_encoder=None, tokenizer=None
+    )
+    return _QwenWithRandomText(pipeline)
+
+
+class _SD3WithRandomText(StableDiffusion3Family):
+    """A prompt's embeddings are random numbers, a function of its text."""
+
+    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+        """Any text will do."""
+
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
+        embeds = _random_text(prompt, SD3_TEXT_TOKENS, 4096, self)
+        return PromptEmbeds(embeds, _random_text(prompt, 1, 2048, self)[0])
+
+
+class _QwenWithRandomText(QwenImageFamily):
+    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+        """Any text will do."""
+
+    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
+        return PromptEmbeds(_random_text(prompt, 10 + 4 * len(prompt), 3584, self))
+
+
+def _random_text(prompt: str, tokens: int, width: int, family: Any) -> torch.Tensor:
+    seed = int.from_bytes(prompt.encode()[:7].ljust(7, b"\0"), "little")
+    numbers = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(family.device, family.dtype)
+
+
+def _random_module(cls: Any, device: str, dtype: torch.dtype, **config: Any) -> torch.nn.Module:
+    """A module with random weights in every layer, those that are usually initialised to zero included."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = cls(**config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(std=0.02)
+    return module

@@ -1,0 +1,105 @@
+"""Each benchmark runs at its smallest setting and leaves a complete report. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    bench_collecting,
+    bench_encoding,
+    bench_exactness_cost,
+    bench_memory,
+    bench_prefix_sharing,
+    bench_rollout,
+    bench_step_batching,
+    run_all,
+)
+from benchmarks.measure import Series, alternate, quartiles, ratio
+from benchmarks.plain_diffusers import PlainRollout, plain_rollout
+from diffusion_rl.assets import embedded_model_path
+
+KEYS = {
+    "benchmark",
+    "question",
+    "commit",
+    "date",
+    "hardware",
+    "versions",
+    "settings",
+    "results",
+    "ratios",
+    "limit",
+}
+SMALLEST = {
+    "collecting": (bench_collecting.main, "--batch 1 --steps 1 --profiled-calls 1"),
+    "exactness_cost": (bench_exactness_cost.main, "--rows 2"),
+    "prefix_sharing": (bench_prefix_sharing.main, "--groups 2 --first-steps 1 --steps 2"),
+    "rollout": (bench_rollout.main, "--groups 1,2 --steps 1 --matmul-size 64"),
+    "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
+    "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
+    "memory": (
+        bench_memory.main,
+        "--cases safetensors --group 2 --steps 2 --early 2 --late 4 --flat-group 1 --flat-steps 1",
+    ),
+}
+needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), reason="the embedded model is not here")
+
+
+@needs_embedded_model
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_leaves_a_complete_report(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main, options = SMALLEST[name]
+    report = run(main, [*options.split(), "--repeats", "1"], tmp_path / "results" / f"{name}.json")
+    assert set(report) == KEYS
+    assert report["benchmark"] == name
+    assert report["question"].endswith("?")
+    assert all(report[key] for key in ("results", "ratios", "limit"))
+    assert all(isinstance(value, float | int) for value in report["ratios"].values())
+    assert report["settings"]["repeats"] == 1
+    assert {"cpu", "cores", "threads", "gpu"} <= set(report["hardware"])
+    assert str(Path.home()) not in json.dumps(report)
+    assert str(tmp_path) not in json.dumps(report)
+    assert "│" in capsys.readouterr().out  # a table
+
+
+@needs_embedded_model
+def test_a_benchmark_whose_samples_differ_says_so_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guided_otherwise(*arguments: Any, **fields: Any) -> PlainRollout:
+        return plain_rollout(*arguments, **{**fields, "guidance_scale": 1.5})
+
+    monkeypatch.setattr(bench_step_batching, "plain_rollout", guided_otherwise)
+    options = ["--requests", "2", "--groups", "2,2", "--steps", "2", "--no-http", "--repeats", "1"]
+    assert bench_step_batching.main([*options, "--out", str(tmp_path / "report.json")]) == 1
+    assert "NOT THE SAME: the plain loop's pictures" in capsys.readouterr().out
+
+
+def test_arms_are_timed_in_turn_and_each_begins_as_often() -> None:
+    order: list[str] = []
+    arms = {name: lambda name=name: order.append(name) for name in "AB"}
+    series = alternate(arms, 4, warmups=1)
+    assert "".join(order) == "AB" + "ABBA" + "BAAB"
+    assert all(len(one.seconds) == 4 for one in series.values())
+
+
+def test_a_ratio_is_that_of_the_medians() -> None:
+    assert ratio(Series("a", [4.0, 9.0, 2.0]), Series("b", [1.0, 2.0, 50.0])) == 2.0
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert quartiles([1.0]) == (1.0, 1.0)
+
+
+def test_run_all_runs_every_benchmark_there_is() -> None:
+    scripts = {path.stem.removeprefix("bench_") for path in Path(run_all.__file__).parent.glob("bench_*.py")}
+    assert set(run_all.NAMES) == scripts == set(SMALLEST)
+
+
+def run(main: Callable[[Sequence[str]], int], options: list[str], out: Path) -> dict[str, Any]:
+    assert main([*options, "--out", str(out)]) == 0
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report

@@ -1,0 +1,130 @@
+"""The promises on a GPU. Skipped without one; the numbers for full-size shapes come from benchmarks/."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
+from equality import assert_same_bits
+from tiny_models import qwen_image_pipeline, sd3_pipeline
+
+from diffusion_rl import RolloutPipeline
+from diffusion_rl.rollout.noise import NoiseStream, normal_noise, random_words
+from diffusion_rl.schedulers import step_kinds
+from rl_kernels import exact_mode, linear, row_sum
+from rl_kernels.settings import PROCESS_SETTINGS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FULL: dict[str, Any] = {
+    "height": 64,
+    "width": 64,
+    "num_inference_steps": 4,
+    "output_type": "both",
+    "rollout_return_dit_trajectory": True,
+    "rollout_return_denoising_env": True,
+}
+
+
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline])
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance", "ode"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_sample_has_the_same_bits_alone_in_a_group_and_replayed(build: Any, kind: str, dtype: torch.dtype) -> None:
+    pipeline = RolloutPipeline(copy.deepcopy(build(dtype)).to("cuda"))
+    if not pipeline.engine.exactness.enabled:
+        pytest.skip(f"not certified here: {pipeline.engine.exactness.describe()['refused']}")
+    guided = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    group = pipeline(["a red ball", "cat"], seed=3, num_outputs_per_prompt=4, rollout_sde_type=kind, **FULL, **guided)
+    for index, prompt in ((1, "a red ball"), (6, "cat")):
+        alone = pipeline(prompt, seed=3 + index, rollout_sde_type=kind, **FULL, **guided)[0]
+        assert_same_bits(group[index], alone)
+    if kind != "ode":
+        steps = [i for i, k in enumerate(group[0].rollout_step_kinds) if k != "ode"]
+        rolled_out = torch.stack([s.rollout_log_probs[steps] for s in group if s.rollout_log_probs is not None])
+        scored = pipeline.replay(group)
+        assert scored.requires_grad
+        assert torch.equal(scored.detach().cpu(), rolled_out)
+        assert torch.equal(pipeline.replay(group[5:6]).detach().cpu(), rolled_out[5:6])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_ode_step_is_diffusers_own_step(dtype: torch.dtype) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10, device="cuda")
+    x, v = (torch.randn(10, 16, 8, 8, device="cuda").to(dtype) for _ in range(2))
+    terms = step_kinds.get("ode").schedule_terms(scheduler.sigmas.cpu(), noise_level=0.0)
+    columns = type(terms).from_columns(terms.columns().cuda())
+    mean, _ = step_kinds.get("ode").transition(x, v, columns)
+    for step, timestep in enumerate(scheduler.timesteps):
+        theirs = scheduler.step(v[step : step + 1], timestep, x[step : step + 1]).prev_sample
+        assert torch.equal(mean[step : step + 1].to(dtype), theirs), step
+
+
+def test_the_random_integers_are_the_cpus_and_the_normals_too_up_to_the_last_bit() -> None:
+    seeds, steps = [1, 2**63 + 5, 7], [0, 3, 9]
+    assert torch.equal(
+        random_words(seeds, NoiseStream.STEP, steps, 4096, "cuda").cpu(),
+        random_words(seeds, NoiseStream.STEP, steps, 4096),
+    )
+    gpu, cpu = (normal_noise(seeds, NoiseStream.STEP, steps, (16, 64, 64), d).cpu() for d in ("cuda", "cpu"))
+    torch.testing.assert_close(gpu, cpu, atol=1e-6, rtol=1e-6)
+    assert (gpu != cpu).float().mean() < 1e-4
+
+
+def test_the_library_switches_are_set_inside_and_restored_outside() -> None:
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+
+    def switches() -> tuple[object, ...]:
+        return (
+            cuda.preferred_blas_library(),
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction_split_k,
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_tf32,
+            cuda.flash_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        )
+
+    before = switches()
+    with exact_mode():
+        inside = switches()
+        with exact_mode():
+            pass
+        assert switches() == inside
+        assert PROCESS_SETTINGS.active
+        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+        assert not cuda.flash_sdp_enabled()
+    assert switches() == before
+    with pytest.raises(RuntimeError), exact_mode():
+        torch.ones(2, device="cuda") @ torch.ones(3, device="cuda")
+    assert switches() == before
+    assert not PROCESS_SETTINGS.active
+
+
+@pytest.mark.parametrize(("k", "n"), [(1536, 1536), (1536, 6144), (6144, 1536), (256, 1536), (4096, 1536)])
+def test_a_row_of_a_linear_layer_has_the_same_bits_at_every_row_count(k: int, n: int) -> None:
+    x, w, b = (torch.randn(*s, device="cuda").bfloat16() for s in ((4096, k), (n, k), (n,)))
+    with exact_mode():
+        whole = linear(x, w, b)
+        for rows in (1, 2, 3, 5, 8, 16, 48, 205, 410, 1024, 3000):
+            for start in (0, 77):
+                assert torch.equal(linear(x[start : start + rows], w, b), whole[start : start + rows]), (rows, start)
+
+
+def test_attention_does_not_depend_on_the_batch_or_the_heads() -> None:
+    q, k, v = (torch.randn(8, 24, 1229, 64, device="cuda").bfloat16() for _ in range(3))
+    with exact_mode():
+        whole = F.scaled_dot_product_attention(q, k, v)
+        for part in (slice(0, 1), slice(1, 3), slice(2, 5)):
+            assert torch.equal(F.scaled_dot_product_attention(q[part], k[part], v[part]), whole[part])
+        heads = F.scaled_dot_product_attention(q[:, :6], k[:, :6], v[:, :6])
+        assert torch.equal(heads, whole[:, :6])
+
+
+def test_a_row_sum_does_not_depend_on_the_batch() -> None:
+    x = torch.randn(24, 65536, device="cuda")
+    assert torch.equal(row_sum(x[5:6]), row_sum(x)[5:6])
