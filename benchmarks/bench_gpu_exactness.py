@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default="sd3.5-medium", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--size", type=int, default=512, help="pixels a side")
     parser.add_argument("--groups", type=measure.integers, default=[1, 4, 24], help="samples of the timed forwards")
+    parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     arguments = parser.parse_args(argv)
     report = measure.Report(
         "gpu_exactness",
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         measure.settings_of(arguments),
         limit=LIMIT,
     )
+    report.commit = arguments.commit or report.commit
     ceiling = matmul_ceiling()
     report.results.append({"case": "matmul ceiling, bf16 8192^3", "tflops": ceiling})
     exact = True
