@@ -10,7 +10,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import diffusion_rl
-from diffusion_rl.cli import demo, doctor, rollout, serve
+from diffusion_rl.cli import demo, doctor, rollout, serve, verify
 from engine_control.errors import EngineError
 
 FAILED = 2  # exit code of an error that has a message and a way out
@@ -34,6 +34,7 @@ app.command("serve")(serve.serve)
 app.command("rollout")(rollout.rollout)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.add_typer(verify.app, name="verify")
 
 
 def show_error(error: EngineError) -> None:

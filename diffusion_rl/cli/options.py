@@ -15,6 +15,9 @@ REPLIES = "Requests and replies"
 LIMITS = "Largest accepted request"
 STEPS = "Stochastic steps"
 LOADING = "Model"
+REQUESTS = "Requests"
+SUBMISSION = "What must not matter"
+BatchOrders = Literal["as-recorded", "reverse", "shuffle"]
 
 
 def _limit(text: str) -> typer.models.OptionInfo:
@@ -121,6 +124,73 @@ Show = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")]
 
+RecordOut = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The record to write.", dir_okay=False)]
+RecordFile = Annotated[
+    Path, typer.Argument(metavar="FILE.safetensors", help="The record to compare with.", dir_okay=False)
+]
+RecordedModel = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", show_default="the record's", help="A diffusers folder, a hub id, or 'embedded'."),
+]
+RecordedDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="auto (as stored), float32, bfloat16, float16; the record's if left out.", rich_help_panel=LOADING
+    ),
+]
+RecordPrompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="Instead of one held-out caption; repeat it.", rich_help_panel=REQUESTS),
+]
+RecordKinds = Annotated[
+    list[str] | None,
+    typer.Option("--sde-type", help="Instead of sde, cps, dance and ode; repeat it.", rich_help_panel=REQUESTS),
+]
+RecordSize = Annotated[
+    str | None,
+    typer.Option(help="Pixels: 64, or WIDTHxHEIGHT; small if left out.", rich_help_panel=REQUESTS),
+]
+RecordSteps = Annotated[
+    int | None, typer.Option(min=1, help="Denoising steps; 4 if left out.", rich_help_panel=REQUESTS)
+]
+RequestsFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="A JSON list of requests, with the fields of /rollout/generate, instead of the four above.",
+        rich_help_panel=REQUESTS,
+    ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="Keep the tensors too: a later difference is then measured, not only found.")
+]
+BatchOrder = Annotated[BatchOrders, typer.Option(help="Order of submission.", rich_help_panel=SUBMISSION)]
+OneByOne = Annotated[
+    bool,
+    typer.Option(
+        "--one-by-one/--together",
+        help="Submit a request when the one before is finished, or all at once.",
+        rich_help_panel=SUBMISSION,
+    ),
+]
+VerifyBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-batch-size", min=1, help="Samples that one step advances; not with --url.", rich_help_panel=SUBMISSION
+    ),
+]
+VerifyWire = Annotated[
+    Wire | None,
+    typer.Option("--wire", help="Encoding of a service's replies; with --url.", rich_help_panel=SUBMISSION),
+]
+Replay = Annotated[
+    bool,
+    typer.Option(
+        "--replay",
+        help="Re-score the new rollout with autograd as well, by MODEL in this process: ratios must be 1.0 exactly.",
+    ),
+]
+
 
 def chosen_model(argument: str | None, option: str | None) -> str:
     """The model that was named, either way; the embedded one if none was.
@@ -152,6 +222,20 @@ def step_indices(text: str | None) -> list[int] | None:
         raise InvalidRequestError(
             "must be a list of steps", field="sde_step_indices", value=text, hint="Write it like 0,1,2."
         ) from None
+
+
+def picture_size(text: str | None) -> tuple[int, int] | None:
+    """`64` or `96x64` as (width, height).
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.strip().isdecimal() and int(side) > 0 for side in sides):
+        raise InvalidRequestError("must be pixels", field="size", value=text, hint="Write it like 64 or 96x64.")
+    return int(sides[0]), int(sides[-1])
 
 
 def chosen_determinism(deterministic: bool | None) -> Literal["auto", "on", "off"]:
