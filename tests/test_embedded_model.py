@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from equality import assert_same_bits
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.assets import embedded_model_path
@@ -49,3 +50,10 @@ def test_its_defaults_are_those_of_its_folder(pipeline: RolloutPipeline) -> None
     assert sample.guidance_scale == written["guidance_scale"]
     assert len(sample.rollout_step_kinds) == written["num_inference_steps"]
     assert (sample.height, sample.width) == (64, 64)
+
+
+def test_its_pictures_have_the_same_bits_decoded_together_and_alone(pipeline: RolloutPipeline) -> None:
+    caption = held_out_captions()[3]
+    group = pipeline(caption, seed=10, num_outputs_per_prompt=11)
+    for index in (0, 5, 10):
+        assert_same_bits(group[index], pipeline(caption, seed=10 + index)[0])

@@ -367,7 +367,9 @@ def test_an_aborted_request_leaves_the_batch_at_once(pipeline: RolloutPipeline) 
     assert engine.stats()["evaluations"] - before == 3
 
 
-def run_both(engine: RolloutEngine, bad: RolloutParams, good: RolloutParams) -> Finished[list[RolloutSample]]:
+def run_both(
+    engine: RolloutEngine, bad: RolloutParams, good: RolloutParams, *, failures: int = 1
+) -> Finished[list[RolloutSample]]:
     """Runs a request that fails beside one that doesn't; returns the failure, after checking the other one's bits."""
     engine.add_request("good", good)
     engine.add_request("bad", bad)
@@ -381,7 +383,7 @@ def run_both(engine: RolloutEngine, bad: RolloutParams, good: RolloutParams) -> 
     alone.add_request("good", good)
     assert_same_bits(results["good"].result[0], run(alone)["good"][0])
     assert results["bad"].result is None
-    assert engine.stats()["requests_failed"] == 1
+    assert engine.stats()["requests_failed"] == failures
     return results["bad"]
 
 
@@ -411,12 +413,32 @@ def test_a_fault_while_encoding_or_decoding_one_request_leaves_the_others_alone(
         if condition:
             raise MemoryError("no room")
 
+    engine = RolloutEngine(family)
     monkeypatch.setattr(family, "encode_prompt", lambda p, n: no_memory_for(p == "bad") or encode(p, n))
     monkeypatch.setattr(family, "decode", lambda x, h, w: no_memory_for(h == 64) or decode(x, h, w))
-    for bad in (request(prompt="bad"), request(height=64, output_type="image", num_outputs_per_prompt=3)):
-        failed = run_both(RolloutEngine(family), bad, request(output_type="image"))
+    bads = (request(prompt="bad"), request(height=64, output_type="image", num_outputs_per_prompt=3))
+    for count, bad in enumerate(bads, start=1):
+        failed = run_both(engine, bad, request(output_type="image"), failures=count)
         assert isinstance(failed.error, EngineFaultError)
         assert "MemoryError: no room" in str(failed.error)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_picture_that_breaks_its_batch_fails_alone(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    family = family_for(sd3_pipeline())
+    engine, decode = RolloutEngine(family), family.decode
+    monkeypatch.setattr(family, "decodes_together", together)
+    bad_latents: list[torch.Tensor] = []
+
+    def decode_or_break(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        if any(torch.equal(x, y) for x in latents for y in bad_latents):
+            raise MemoryError("no room")
+        return decode(latents, height, width)
+
+    bad_latents.append(RolloutPipeline(sd3_pipeline())("cat", seed=5, **FULL)[0].generated_latents)  # type: ignore[arg-type]
+    monkeypatch.setattr(family, "decode", decode_or_break)
+    failed = run_both(engine, request(prompt="cat", seed=5, output_type="image"), request(output_type="image"))
+    assert isinstance(failed.error, EngineFaultError)
 
 
 def test_the_callers_autocast_changes_no_bit(pipeline: RolloutPipeline) -> None:

@@ -74,7 +74,8 @@ class Defaults:
 class ModelFamily(ABC):
     """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
 
-    `dtype` and `device` are the transformer's when the family was made: move a pipeline before, not after.
+    `dtype` and `device` are the transformer's when the family was made: move a pipeline before, not after. `choices`
+    and `decodes_together` are what certification found on that device.
     """
 
     pipeline_class_name: ClassVar[str]
@@ -87,6 +88,7 @@ class ModelFamily(ABC):
                 module.eval()
         self.choices: Choices = EXACT
         # Asking the module walks all its parameters, which is too slow for every step.
+        self.decodes_together = False
         self.dtype: torch.dtype = pipeline.transformer.dtype
         self.device: torch.device = pipeline.transformer.device
         self.defaults = self._defaults(defaults_folder)
@@ -141,7 +143,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The picture of one final latent (no batch axis), fp32 `[C, H, W]` in [0, 1]."""
+        """The pictures of final latents `[n, ...]`, fp32 `[n, C, H, W]` in [0, 1].
+
+        Only where `decodes_together` does a picture's last bit not depend on n.
+        """
 
     @abstractmethod
     def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:

@@ -93,12 +93,12 @@ class QwenImageFamily(ModelFamily):
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         pipeline, vae = self.pipeline, self.pipeline.vae
-        grid = pipeline._unpack_latents(latents[None], height, width, pipeline.vae_scale_factor).to(vae.dtype)
+        grid = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor).to(vae.dtype)
         shape = (1, vae.config.z_dim, 1, 1, 1)
         mean = torch.tensor(vae.config.latents_mean).view(shape).to(grid)
         inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(grid)
-        picture = vae.decode(grid / inverse_std + mean, return_dict=False)[0][0, :, 0].float()
-        return (picture * 0.5 + 0.5).clamp(0, 1)
+        pictures = vae.decode(grid / inverse_std + mean, return_dict=False)[0][:, :, 0].float()
+        return (pictures * 0.5 + 0.5).clamp(0, 1)
 
     def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
         def kwargs(prompt: PromptEmbeds) -> dict[str, CondValue]:

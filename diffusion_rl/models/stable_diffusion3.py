@@ -106,9 +106,9 @@ class StableDiffusion3Family(ModelFamily):
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         vae = self.pipeline.vae
-        scaled = latents.to(vae.dtype)[None] / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        picture = vae.decode(scaled, return_dict=False)[0][0].float()
-        return (picture * 0.5 + 0.5).clamp(0, 1)
+        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        pictures = vae.decode(scaled, return_dict=False)[0].float()
+        return (pictures * 0.5 + 0.5).clamp(0, 1)
 
     def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
         negative = conditioning.negative

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SIDE = 512  # pixels; larger pictures use the same kernels, on more rows
 SAMPLES = 5
+DECODED = 3
 SLICES = ((0, 1), (1, 3), (2, 5))  # of SAMPLES, for the whole transformer
 
 
@@ -54,8 +55,9 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
     if wanted == "off":
-        family.choices = LIBRARY
+        family.choices, family.decodes_together = LIBRARY, True
         return Exactness(False, None)
+    family.decodes_together = _decodes_together(family)
     certificate = certify_family(family)
     if certificate.exact:
         family.choices = certificate.choices
@@ -105,10 +107,28 @@ def _whole_transformer(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
 
 
 @torch.no_grad()
+def _decodes_together(family: ModelFamily) -> bool:
+    """Whether pictures have the same bits decoded together and one by one; if not, they are decoded one by one."""
+    side = _side(family)
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(DECODED, *family.latent_shape(side, side), generator=generator).to(family.device)
+    with family.exact():
+        together = family.decode(latents, side, side)
+        alone = torch.cat([family.decode(x[None], side, side) for x in latents])
+        pair = family.decode(latents[1:3], side, side)
+    return torch.equal(together, alone) and torch.equal(pair, together[1:3])
+
+
+def _side(family: ModelFamily) -> int:
+    """Pixels of a probe's side: the default size, or `LARGEST_SIDE`."""
+    multiple, defaults = family.size_multiple, family.defaults
+    return min(defaults.height, defaults.width, max(LARGEST_SIDE // multiple * multiple, multiple))
+
+
+@torch.no_grad()
 def _batch(family: ModelFamily) -> DenoiseBatch:
     """Guided samples at different steps, with prompts of two lengths, of the default size or a smaller one."""
-    multiple, defaults = family.size_multiple, family.defaults
-    side = min(defaults.height, defaults.width, max(LARGEST_SIDE // multiple * multiple, multiple))
+    defaults, side = family.defaults, _side(family)
     short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in ("a", "a b c"))
     conditioning = tuple(Conditioning((short, long)[i % 2], short, 2.0 + i) for i in range(SAMPLES))
     generator = torch.Generator().manual_seed(0)

@@ -101,9 +101,14 @@ class RequestQueue:
             self._running[request.request_id] = request
             yield request
 
-    def at_end(self) -> list[SampleState]:
-        """Samples that have taken all their steps and wait to be decoded, in the order in which they got there."""
-        return [s for s in self.samples if s.step == s.request.schedule.steps]
+    def next_to_decode(self, count: int) -> list[SampleState]:
+        """The first sample that has taken all its steps, and up to `count - 1` more that can be decoded with it."""
+        at_end = [s for s in self.samples if s.step == s.request.schedule.steps]
+
+        def kind(sample: SampleState) -> tuple[object, ...]:
+            return sample.request.size, sample.request.params.output_type == "latent", sample.latents.dtype
+
+        return [s for s in at_end if kind(s) == kind(at_end[0])][:count]
 
     def remove(self, request_id: str) -> bool:
         """Drops a request and its samples; False if it isn't here."""

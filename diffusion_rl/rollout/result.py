@@ -16,8 +16,10 @@ from engine_control.errors import NonFiniteOutputError
 UNKNOWN_YET = Timings(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def finished_sample(family: ModelFamily, state: SampleState) -> RolloutSample:
-    """The sample decoded, copied to the CPU and checked; what is known only at the request's end is still missing.
+def finished_sample(family: ModelFamily, state: SampleState, picture: torch.Tensor | None) -> RolloutSample:
+    """The sample copied to the CPU and checked; what is known only at the request's end is still missing.
+
+    picture `[C, H, W]` is its decoded latent, None where only the latent was asked for.
 
     What the samples of a request share (schedules, conditioning) is the same object in each.
 
@@ -33,7 +35,7 @@ def finished_sample(family: ModelFamily, state: SampleState) -> RolloutSample:
         prompt=params.prompt,
         sample_index=state.members[0],
         seed=state.seed,
-        generated_output=None if params.output_type == "latent" else _decode(family, state),
+        generated_output=None if picture is None else _output(state, picture),
         generated_latents=None if params.output_type == "image" else final.to("cpu", copy=True),
         rollout_log_probs=log_probs,
         rollout_step_kinds=schedule.kinds,
@@ -79,15 +81,12 @@ def complete_group(family: ModelFamily, request: RequestState) -> list[RolloutSa
     ]
 
 
-def _decode(family: ModelFamily, state: SampleState) -> torch.Tensor:
-    began = time.perf_counter()
-    picture = family.decode(state.latents, *state.request.size)
+def _output(state: SampleState, picture: torch.Tensor) -> torch.Tensor:
+    """The picture as the request wants it, on the CPU, in memory of its own."""
     _refuse_non_finite(state, picture)
     if state.request.params.output_dtype == "uint8":
         picture = (picture * 255).round().to(torch.uint8)
-    picture = picture.cpu()
-    state.request.decode_s += time.perf_counter() - began
-    return picture
+    return picture.to("cpu", copy=True)
 
 
 def _denoising_env(family: ModelFamily, request: RequestState) -> DenoisingEnv | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from rl_kernels.attention import AttentionPlan, attention
-from rl_kernels.conv import is_patch_conv, patch_conv
+from rl_kernels.conv import conv2d, is_patch_conv, patch_conv
 from rl_kernels.linear import IMPLEMENTATIONS
 from rl_kernels.settings import exact_library_settings
 
@@ -114,7 +114,7 @@ class _ExactMode(TorchFunctionMode):
         pads = padding if isinstance(padding, str) else _pair(padding)
         if x.dim() == 4 and is_patch_conv(weight, _pair(stride), pads, _pair(dilation), groups):
             return patch_conv(x, weight, bias)
-        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        return conv2d(x, weight, bias, _pair(stride), pads, _pair(dilation), groups)
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
