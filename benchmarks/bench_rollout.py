@@ -113,7 +113,7 @@ def counted_flops(pipeline: RolloutPipeline) -> dict[str, int]:
     latent = inputs["hidden_states"][0]
     return {
         "guided_evaluation": _count(lambda: pipeline.transformer(**inputs)),
-        "picture": _count(lambda: family.decode(latent, family.defaults.height, family.defaults.width)),
+        "picture": _count(lambda: family.decode(latent[None], family.defaults.height, family.defaults.width)),
     }
 
 

@@ -34,7 +34,7 @@ from diffusion_rl.server.encoding import CONTENT_TYPES
 from diffusion_rl.shapes import draw, held_out_captions, parse
 from engine_control.errors import EngineUnavailableError
 
-COMMANDS = ("serve", "rollout", "demo", "doctor")
+COMMANDS = ("serve", "rollout", "demo", "doctor", "verify")
 CHILD_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), reason="the embedded model is not here")
 
