@@ -211,10 +211,11 @@ def test_an_outline_is_short_whatever_it_is_of() -> None:
 def test_headers_without_an_end_close_the_connection(service: Service) -> None:
     with connected(service) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        sent = 0
         with contextlib.suppress(ConnectionError):
-            for _ in range(64):
-                connection.sendall(b"x" * 2**16)
-            raise AssertionError("4 MiB of headers were taken")
+            while sent < 2**28:  # what is on its way in socket buffers may be many megabytes
+                sent += connection.send(b"x" * 2**16)
+        assert sent < 2**28
     assert service.healthy()
 
 

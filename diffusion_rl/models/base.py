@@ -23,6 +23,7 @@ from diffusion_rl.sample import DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan
+from rl_kernels.certify import Certificate
 from rl_kernels.mode import EXACT, Choices, exact_mode
 
 SMALLEST_SIGMA = 1e-6  # below it 1 / sigma leaves fp32
@@ -75,7 +76,7 @@ class ModelFamily(ABC):
     """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
 
     `dtype` and `device` are the transformer's when the family was made: move a pipeline before, not after. `choices`
-    and `decodes_together` are what certification found on that device.
+    and `decodes_together` are what certification found on that device, `certificate` its table once it has looked.
     """
 
     pipeline_class_name: ClassVar[str]
@@ -87,6 +88,7 @@ class ModelFamily(ABC):
             if isinstance(module, torch.nn.Module):
                 module.eval()
         self.choices: Choices = EXACT
+        self.certificate: Certificate | None = None
         # Asking the module walks all its parameters, which is too slow for every step.
         self.decodes_together = False
         self.dtype: torch.dtype = pipeline.transformer.dtype

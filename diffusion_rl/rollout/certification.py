@@ -49,7 +49,8 @@ class Exactness:
 def make_exact(family: ModelFamily, wanted: str) -> Exactness:
     """Certifies the family's transformer on its device and sets how the family computes.
 
-    wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are.
+    wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are. A family is probed
+    once; engines made of it later reuse what was found.
 
     Raises:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
@@ -57,8 +58,10 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
     if wanted == "off":
         family.choices, family.decodes_together = LIBRARY, True
         return Exactness(False, None)
-    family.decodes_together = _decodes_together(family)
-    certificate = certify_family(family)
+    if family.certificate is None or family.choices is LIBRARY:
+        family.decodes_together = _decodes_together(family)
+        family.certificate = certify_family(family)
+    certificate = family.certificate
     if certificate.exact:
         family.choices = certificate.choices
         return Exactness(True, certificate)
