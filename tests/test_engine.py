@@ -427,7 +427,7 @@ def test_a_fault_while_encoding_or_decoding_one_request_leaves_the_others_alone(
 def test_a_picture_that_breaks_its_batch_fails_alone(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     family = family_for(sd3_pipeline())
     engine, decode = RolloutEngine(family), family.decode
-    monkeypatch.setattr(family, "decodes_together", together)
+    monkeypatch.setattr(family, "decodes_together", (32, 32) if together else None)
     bad_latents: list[torch.Tensor] = []
 
     def decode_or_break(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ class ModelFamily(ABC):
         self.choices: Choices = EXACT
         self.certificate: Certificate | None = None
         # Asking the module walks all its parameters, which is too slow for every step.
-        self.decodes_together = False
+        self.decodes_together: tuple[int, int] | None = None
         self.dtype: torch.dtype = pipeline.transformer.dtype
         self.device: torch.device = pipeline.transformer.device
         self.defaults = self._defaults(defaults_folder)
@@ -147,7 +147,7 @@ class ModelFamily(ABC):
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """The pictures of final latents `[n, ...]`, fp32 `[n, C, H, W]` in [0, 1].
 
-        Only where `decodes_together` does a picture's last bit not depend on n.
+        Only at the `(height, width)` that `decodes_together` names does a picture's last bit not depend on n.
         """
 
     @abstractmethod

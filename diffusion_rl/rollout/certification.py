@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SIDE = 512  # pixels; larger pictures use the same kernels, on more rows
 SAMPLES = 5
-DECODED = 3
+DECODE_TOGETHER = 8  # the most pictures that are ever decoded together
+LARGEST_DECODED_SIDE = 128  # pixels; larger pictures gain nothing from company
 SLICES = ((0, 1), (1, 3), (2, 5))  # of SAMPLES, for the whole transformer
 
 
@@ -56,7 +57,7 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
     if wanted == "off":
-        family.choices, family.decodes_together = LIBRARY, True
+        family.choices = LIBRARY
         return Exactness(False, None)
     if family.certificate is None or family.choices is LIBRARY:
         family.decodes_together = _decodes_together(family)
@@ -110,16 +111,25 @@ def _whole_transformer(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
 
 
 @torch.no_grad()
-def _decodes_together(family: ModelFamily) -> bool:
-    """Whether pictures have the same bits decoded together and one by one; if not, they are decoded one by one."""
+def _decodes_together(family: ModelFamily) -> tuple[int, int] | None:
+    """The `(height, width)` at which pictures have the same bits decoded together, in any number, and one by one.
+
+    None: at no size that was tried, so they are decoded one by one. A GPU isn't tried: its libraries choose a
+    convolution by the batch size.
+    """
     side = _side(family)
+    if family.device.type != "cpu" or side > LARGEST_DECODED_SIDE:
+        return None
     generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(DECODED, *family.latent_shape(side, side), generator=generator).to(family.device)
+    latents = torch.randn(DECODE_TOGETHER, *family.latent_shape(side, side), generator=generator)
     with family.exact():
-        together = family.decode(latents, side, side)
         alone = torch.cat([family.decode(x[None], side, side) for x in latents])
-        pair = family.decode(latents[1:3], side, side)
-    return torch.equal(together, alone) and torch.equal(pair, together[1:3])
+        for count in range(2, DECODE_TOGETHER + 1):
+            first, last = slice(0, count), slice(DECODE_TOGETHER - count, None)
+            for part in (first, last):
+                if not torch.equal(family.decode(latents[part], side, side), alone[part]):
+                    return None
+    return side, side
 
 
 def _side(family: ModelFamily) -> int:

@@ -23,7 +23,7 @@ from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.models.base import Conditioning, DenoiseBatch, PromptEmbeds
 from diffusion_rl.params import RolloutParams, check_pixels, check_step_fields
 from diffusion_rl.rollout.batcher import pick_batch
-from diffusion_rl.rollout.certification import make_exact
+from diffusion_rl.rollout.certification import DECODE_TOGETHER, make_exact
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
 from diffusion_rl.rollout.recorder import Recorder
@@ -38,7 +38,6 @@ from engine_control.errors import EngineError, EngineFaultError, InvalidRequestE
 logger = logging.getLogger(__name__)
 
 INITIAL_WEIGHT_VERSION = "default"
-DECODE_TOGETHER = 8  # pictures, where certification allows more than one
 WORK_BUDGET_S = 0.1  # how long text encoding, and decoding, may each hold up the next step when there is much of it
 
 
@@ -261,7 +260,7 @@ class RolloutEngine:
         """Decodes samples that are at their end, and hands out the requests that are complete or failed at it."""
         finished: list[Finished[list[RolloutSample]]] = []
         began = time.perf_counter()
-        while samples := self._queue.next_to_decode(DECODE_TOGETHER if self.family.decodes_together else 1):
+        while samples := self._queue.next_to_decode(self._decoded_at_once):
             pictures = self._pictures(samples)
             for sample, picture in zip(samples, pictures, strict=True):
                 request = sample.request
@@ -275,6 +274,10 @@ class RolloutEngine:
             if _spent(began):
                 break
         return finished
+
+    def _decoded_at_once(self, size: tuple[int, int]) -> int:
+        """How many pictures of that size may be decoded together."""
+        return DECODE_TOGETHER if size == self.family.decodes_together else 1
 
     def _pictures(self, samples: list[SampleState]) -> Sequence[torch.Tensor | None]:
         """Pictures of samples of one size that want one, decoded together; None where that must be done one by one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -101,14 +101,15 @@ class RequestQueue:
             self._running[request.request_id] = request
             yield request
 
-    def next_to_decode(self, count: int) -> list[SampleState]:
-        """The first sample that has taken all its steps, and up to `count - 1` more that can be decoded with it."""
+    def next_to_decode(self, at_once: Callable[[tuple[int, int]], int]) -> list[SampleState]:
+        """The first sample that has taken all its steps, and more like it: `at_once(its size)` in all, at most."""
         at_end = [s for s in self.samples if s.step == s.request.schedule.steps]
 
         def kind(sample: SampleState) -> tuple[object, ...]:
             return sample.request.size, sample.request.params.output_type == "latent", sample.latents.dtype
 
-        return [s for s in at_end if kind(s) == kind(at_end[0])][:count]
+        alike = [s for s in at_end if kind(s) == kind(at_end[0])]
+        return alike[: at_once(alike[0].request.size)] if alike else []
 
     def remove(self, request_id: str) -> bool:
         """Drops a request and its samples; False if it isn't here."""
