@@ -373,6 +373,8 @@ class TestDemo:
             env=CHILD_ENVIRONMENT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # As in a terminal, even where the tests themselves run in the background, which ignores Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             deadline = time.monotonic() + 60
