@@ -221,6 +221,10 @@ class ModelFamily(ABC):
             values |= json.loads((folder / DEFAULTS_FILE).read_text())
         return Defaults(**values)
 
+    def _image_tokens(self, height: int, width: int) -> int:
+        """Tokens that the transformer makes of a picture of that size."""
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
     def _text_rows(self, batch: DenoiseBatch, image_tokens: int) -> tuple[torch.Tensor, AttentionPlan]:
         """Embeddings of all rows of a forward `[rows, longest, D]`, negative rows first, and the plan over them."""
         prompts = self._prompts(batch)

@@ -132,6 +132,3 @@ class QwenImageFamily(ModelFamily):
 
     def _grid(self, height: int, width: int) -> list[tuple[int, int, int]]:
         return [(1, height // self.size_multiple, width // self.size_multiple)]
-
-    def _image_tokens(self, height: int, width: int) -> int:
-        return (height // self.size_multiple) * (width // self.size_multiple)

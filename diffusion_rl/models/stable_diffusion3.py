@@ -129,9 +129,6 @@ class StableDiffusion3Family(ModelFamily):
         negative = None if env.neg_cond_kwargs is None else prompt(env.neg_cond_kwargs)
         return Conditioning(prompt(env.pos_cond_kwargs), negative, guidance_scale)
 
-    def _image_tokens(self, height: int, width: int) -> int:
-        return (height // self.size_multiple) * (width // self.size_multiple)
-
 
 def _cond_kwargs(prompt: PromptEmbeds) -> dict[str, CondValue]:
     pooled = None if prompt.pooled is None else host_copy(prompt.pooled)
