@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import measure
 from benchmarks.full_size import qwen_image, sd35_medium
 from diffusion_rl.models import ModelFamily
-from diffusion_rl.models.base import Conditioning, DenoiseBatch
+from diffusion_rl.batch import Conditioning, DenoiseBatch
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay_step

@@ -15,7 +15,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from diffusion_rl.models.base import PromptEmbeds
+from diffusion_rl.batch import PromptEmbeds
 from diffusion_rl.models.qwen_image import QwenImageFamily
 from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
 

@@ -13,6 +13,27 @@ TimestepsForm = Literal["full", "filtered"]
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks (processes, one device each) compute one model together. No bit of a sample depends on it.
+
+    sp_degree: ranks that share the tokens of a forward (Ulysses). ulysses_degree is another name for it; ring_degree
+        must be 1.
+    enable_cfg_parallel: one half of the ranks computes the negative prompts, the other half the positive ones.
+    guidance: on one device, `batched` computes both in one forward, `split` in two, with half the activations.
+    share_device: all ranks on one GPU, exchanging through the host. Slow; it shows the bits, not the speed.
+    collective_timeout_s: how long a rank waits for another one in a collective before it gives the engine up.
+    """
+
+    sp_degree: int = 1
+    ulysses_degree: int | None = None
+    ring_degree: int = 1
+    enable_cfg_parallel: bool = False
+    guidance: Literal["batched", "split"] = "batched"
+    share_device: bool = False
+    collective_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """How a model is loaded and batched.
 
@@ -31,6 +52,7 @@ class EngineConfig:
     max_batch_size: int = 32
     prompt_cache_size: int = 256
     deterministic: Literal["auto", "on", "off"] = "auto"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -68,14 +90,14 @@ class ServerConfig:
     health_generate_timeout_s: float = 30.0
 
 
-def default_threads() -> int:
-    """CPU threads that the engine process uses: `OMP_NUM_THREADS` if set, else the cores this process may run on."""
+def default_threads(ranks: int = 1) -> int:
+    """CPU threads of each of `ranks` processes: `OMP_NUM_THREADS` if set, else their share of this process's cores."""
     value = os.environ.get("OMP_NUM_THREADS", "")
-    return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))
+    return int(value) if value.isdigit() and int(value) > 0 else max(len(os.sched_getaffinity(0)) // ranks, 1)
 
 
-def engine_environment() -> dict[str, str]:
-    """Environment of the engine process, to be set before it imports torch.
+def engine_environment(ranks: int = 1) -> dict[str, str]:
+    """Environment of an engine process, one of `ranks`, to be set before it imports torch.
 
     Passive waiting keeps the OpenMP threads of the engine from spinning against the HTTP process on a small machine.
     The malloc settings (glibc's) keep freed activations in the process: by default it hands buffers of many megabytes
@@ -83,7 +105,7 @@ def engine_environment() -> dict[str, str]:
     """
     environment = dict(os.environ)
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    environment.setdefault("OMP_NUM_THREADS", str(default_threads()))
+    environment.setdefault("OMP_NUM_THREADS", str(default_threads(ranks)))
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))

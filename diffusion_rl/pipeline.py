@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,18 @@ class RolloutPipeline:
 
     def _take(self, engine: RolloutEngine) -> None:
         self._engine = engine
+        self._closing = weakref.finalize(self, engine.close)  # also at the interpreter's end
         self._loop: StepLoop[RolloutParams, list[RolloutSample]] = StepLoop(engine)
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any; the pipeline rolls out nothing afterwards."""
+        self._closing()
+
+    def __enter__(self) -> RolloutPipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def engine(self) -> RolloutEngine:

@@ -1,7 +1,6 @@
 """The HTTP process's side: starts the engine process, talks to it from asyncio, and starts it again when it dies.
 
-The two are joined by an unnamed Unix socket pair, inherited by the child: there is no path or port that anybody else
-could connect to, and nothing to clean up. Each end sees at once when the other is gone.
+The two are joined by a socket pair (`engine_control.child`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -24,9 +22,10 @@ from typing import Any
 
 import msgspec
 
+from engine_control.child import how_it_ended, start_child
 from engine_control.errors import EngineDiedError, EngineUnavailableError, InvalidRequestError, from_message
 from engine_control.wire import WireError, receive_message, send_message
-from engine_control.worker import SEND_BUFFER_BYTES, Abort, Add, Call, Operation, Ready, Reply
+from engine_control.worker import Abort, Add, Call, Operation, Ready, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -214,18 +213,9 @@ class EngineLife:
         self._outbox: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._last_lines: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
         self._reason: str | None = None
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                # The engine must import the very code that this process runs, however it found it.
-                env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
+        self.process, self._connection = start_child(
+            module, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         self._echo = self._thread(self._echo_output, "engine-output")
         self._thread(lambda: self._write(config), "engine-writer")
         self._reader = self._thread(self._read, "engine-reader")
@@ -333,7 +323,7 @@ class EngineLife:
             return self.process.wait()
 
     def _epitaph(self, code: int, cause: str) -> EngineDiedError:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = how_it_ended(code)
         reason = self._reason or cause
         lines = "\n".join(self._last_lines)
         return EngineDiedError(

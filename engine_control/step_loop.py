@@ -22,6 +22,7 @@ import torch
 
 from engine_control.engine import Finished, StepEngine
 from engine_control.errors import (
+    EngineDiedError,
     EngineError,
     EngineFaultError,
     EngineUnavailableError,
@@ -77,7 +78,7 @@ class StepLoop(Generic[Request, Result]):
         """Runs until `stop`. Without work it sleeps on the mailbox.
 
         A step that raises fails the requests in the engine, and the loop goes on; only an error of the device itself,
-        which no later step would survive either, leaves this method too.
+        or of another rank, which no later step would survive either, leaves this method too.
         """
         while not self._stopping:
             self._run_commands(wait=not self._engine.has_unfinished_requests())
@@ -112,8 +113,8 @@ class StepLoop(Generic[Request, Result]):
         except Exception as error:
             logger.exception("a step failed; its requests are answered with an error")
             self._fail_all(_as_engine_error(error))
-            if isinstance(error, torch.AcceleratorError):
-                raise  # such an error sticks to the process: every later step would fail too, so it must be replaced
+            if isinstance(error, torch.AcceleratorError | EngineDiedError):
+                raise  # a broken device, or a rank that is gone: every later step would fail too
             return
         for item in finished:
             self._finish(item)

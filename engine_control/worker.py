@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 EXIT_GRACE_S = 2.0  # how long the step in progress may take when the HTTP process is gone
-SEND_BUFFER_BYTES = 4 * 1024 * 1024
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
@@ -162,13 +160,3 @@ class EngineWorker(Generic[Request, Result]):
             raise error
         result = answer.result()
         return Reply(operation.id, self._write_result(result) if isinstance(operation, Add) else result)
-
-
-def connection_from_descriptor(descriptor: int) -> socket.socket:
-    """The socket that the supervisor handed down. Afterwards no process that this one starts inherits it, and a
-    terminal's Ctrl-C, which every process of the group gets, is left to the HTTP process."""
-    os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=descriptor)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    return connection

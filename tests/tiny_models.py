@@ -101,7 +101,7 @@ def sd3_pipeline(dtype: torch.dtype = torch.float32, dual_attention: bool = Fals
 
 
 @cache
-def qwen_image_pipeline(dtype: torch.dtype = torch.float32) -> QwenImagePipeline:
+def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> QwenImagePipeline:
     """Qwen-Image at toy size: prompts keep their own lengths."""
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
@@ -110,7 +110,7 @@ def qwen_image_pipeline(dtype: torch.dtype = torch.float32) -> QwenImagePipeline
         out_channels=16,
         num_layers=2,
         attention_head_dim=64,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         joint_attention_dim=64,
         axes_dims_rope=(16, 24, 24),
     )

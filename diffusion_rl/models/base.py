@@ -18,47 +18,20 @@ from typing import Any, ClassVar
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from diffusion_rl.batch import Conditioning, DenoiseBatch, PromptEmbeds, Rows
+from diffusion_rl.parallel.arrangement import Arrangement
+from diffusion_rl.parallel.cfg import combine_guidance
+from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
 from engine_control.errors import InvalidRequestError
-from rl_kernels import AttentionPlan
+from rl_kernels import AttentionPlan, exact_forward
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import EXACT, Choices, exact_mode
 
 SMALLEST_SIGMA = 1e-6  # below it 1 / sigma leaves fp32
 DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults that differ from the pipeline class's own
-
-
-@dataclass(frozen=True)
-class PromptEmbeds:
-    """One encoded prompt without a batch axis and without padding: embeddings `[L, D]`, and pooled `[P]` or None."""
-
-    prompt_embeds: torch.Tensor
-    pooled: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """What one sample is denoised under. negative is None when there is no guidance (guidance_scale is then 1)."""
-
-    positive: PromptEmbeds
-    negative: PromptEmbeds | None
-    guidance_scale: float
-
-
-@dataclass(frozen=True)
-class DenoiseBatch:
-    """n samples of one size and one guidance mode, each at its own step.
-
-    latents `[n, ...]` in the transformer's dtype, timesteps `[n]` fp32 on the scheduler's scale (0..1000).
-    """
-
-    latents: torch.Tensor
-    timesteps: torch.Tensor
-    conditioning: tuple[Conditioning, ...]
-    height: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +54,7 @@ class ModelFamily(ABC):
 
     pipeline_class_name: ClassVar[str]
     text_first: ClassVar[bool]  # the order of a joint attention sequence
+    sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
 
     def __init__(self, pipeline: Any, defaults_folder: Path | None = None) -> None:
         self.pipeline = pipeline
@@ -98,6 +72,11 @@ class ModelFamily(ABC):
     @property
     def transformer(self) -> torch.nn.Module:
         return self.pipeline.transformer
+
+    @property
+    def attention_heads(self) -> int:
+        """Of each of the transformer's blocks: what sequence parallelism deals out."""
+        return int(self.pipeline.transformer.config.num_attention_heads)
 
     @property
     @abstractmethod
@@ -136,12 +115,40 @@ class ModelFamily(ABC):
         """The sigmas that the pipeline hands its scheduler; None when it leaves them to the scheduler."""
         return None
 
-    @abstractmethod
-    def predict(self, batch: DenoiseBatch, transformer: torch.nn.Module | None = None) -> torch.Tensor:
+    def predict(
+        self,
+        batch: DenoiseBatch,
+        transformer: torch.nn.Module | None = None,
+        *,
+        arrangement: Arrangement | None = None,
+    ) -> torch.Tensor:
         """The velocity after guidance, `[n, ...]` in the transformer's dtype, for each sample independently.
 
-        Runs inside `exact_mode`. `transformer` replaces the family's own (a trainer's, with gradients).
+        Runs inside `exact_mode`. `transformer` replaces the family's own (a trainer's, with gradients). With an
+        arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
         """
+        model, arrangement = transformer or self.transformer, arrangement or Arrangement()
+
+        def forward(rows: Rows) -> torch.Tensor:
+            plan, inputs = self.transformer_inputs(rows)
+            with exact_forward(model, plan, self.choices), arrangement.sharding(plan):
+                velocity: torch.Tensor = model(**inputs, return_dict=False)[0]
+            return velocity
+
+        positive = _rows(batch, [c.positive for c in batch.conditioning])
+        negatives = [c.negative for c in batch.conditioning if c.negative is not None]
+        if not negatives:
+            return forward(positive)
+        scales = torch.tensor([c.guidance_scale for c in batch.conditioning], dtype=torch.float32)
+        return self.combine(*arrangement.guidance(forward, _rows(batch, negatives), positive), scales)
+
+    @abstractmethod
+    def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
+        """The arguments of the transformer's forward for these rows, and where their true tokens are."""
+
+    def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The guided velocity `[n, ...]` from those without and with the prompt, and each sample's scale `[n]`."""
+        return combine_guidance(negative, positive, scales)
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -225,31 +232,17 @@ class ModelFamily(ABC):
         """Tokens that the transformer makes of a picture of that size."""
         return (height // self.size_multiple) * (width // self.size_multiple)
 
-    def _text_rows(self, batch: DenoiseBatch, image_tokens: int) -> tuple[torch.Tensor, AttentionPlan]:
-        """Embeddings of all rows of a forward `[rows, longest, D]`, negative rows first, and the plan over them."""
-        prompts = self._prompts(batch)
-        lengths = tuple(len(p.prompt_embeds) for p in prompts)
-        padded = torch.nn.utils.rnn.pad_sequence([p.prompt_embeds for p in prompts], batch_first=True)
+    def _text_rows(self, rows: Rows) -> tuple[torch.Tensor, AttentionPlan]:
+        """Embeddings of all rows of a forward `[rows, longest, D]`, padded at their ends, and the plan over them."""
+        lengths = tuple(len(p.prompt_embeds) for p in rows.prompts)
+        padded = torch.nn.utils.rnn.pad_sequence([p.prompt_embeds for p in rows.prompts], batch_first=True)
+        image_tokens = self._image_tokens(rows.height, rows.width)
         plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
-        return padded.to(batch.latents.dtype), plan
-
-    @staticmethod
-    def _prompts(batch: DenoiseBatch) -> list[PromptEmbeds]:
-        """One prompt for each row of a forward: all negatives, then all positives."""
-        negatives = [c.negative for c in batch.conditioning if c.negative is not None]
-        return negatives + [c.positive for c in batch.conditioning]
-
-    @staticmethod
-    def _row_copies(batch: DenoiseBatch) -> int:
-        """Rows of the transformer's batch for each sample: 2 with guidance, 1 without."""
-        return 2 if batch.conditioning[0].negative is not None else 1
+        return padded.to(rows.latents.dtype), plan
 
 
-def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, batch: DenoiseBatch) -> torch.Tensor:
-    """n + s (p - n) with each sample's own scale, rounded where a scalar product in the model's dtype would round."""
-    scales = torch.tensor([c.guidance_scale for c in batch.conditioning], dtype=torch.float32)
-    scales = scales.to(negative.device).reshape((-1,) + (1,) * (negative.dim() - 1))
-    return negative + (scales * (positive - negative).float()).to(negative.dtype)
+def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
+    return Rows(batch.latents, batch.timesteps, tuple(prompts), batch.height, batch.width)
 
 
 def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from diffusion_rl.models.base import (
-    Conditioning,
-    DenoiseBatch,
-    ModelFamily,
-    PromptEmbeds,
-    combine_guidance,
-    host_copy,
-    refuse_long_prompt,
-)
+from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
+from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
+from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
-from rl_kernels import exact_forward
+from rl_kernels import AttentionPlan
 
 
 class QwenImageFamily(ModelFamily):
@@ -24,6 +20,7 @@ class QwenImageFamily(ModelFamily):
 
     pipeline_class_name = "QwenImagePipeline"
     text_first = True
+    sequence_spec = SequenceSpec(tables={"image_rotary_emb": ("image", "text")})
 
     @property
     def size_multiple(self) -> int:
@@ -68,26 +65,19 @@ class QwenImageFamily(ModelFamily):
     def default_sigmas(self, steps: int) -> list[float] | None:
         return list(np.linspace(1.0, 1 / steps, steps))
 
-    def predict(self, batch: DenoiseBatch, transformer: torch.nn.Module | None = None) -> torch.Tensor:
-        tokens = self._image_tokens(batch.height, batch.width)
-        text, plan = self._text_rows(batch, tokens)
-        copies = self._row_copies(batch)
-        timesteps = batch.timesteps.to(batch.latents.dtype) / 1000  # in the latents' dtype, as the pipeline has it
-        model = transformer or self.transformer
-        with exact_forward(model, plan, self.choices):
-            velocity = model(
-                hidden_states=torch.cat([batch.latents] * copies),
-                timestep=torch.cat([timesteps] * copies),
-                encoder_hidden_states=text,
-                encoder_hidden_states_mask=None,
-                img_shapes=[self._grid(batch.height, batch.width)] * (copies * len(batch.latents)),
-                guidance=None,
-                return_dict=False,
-            )[0]
-        if copies == 1:
-            return velocity
-        negative, positive = velocity.chunk(2)
-        combined = combine_guidance(negative, positive, batch)
+    def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
+        text, plan = self._text_rows(rows)
+        return plan, {
+            "hidden_states": rows.latents,
+            "timestep": rows.timesteps.to(rows.latents.dtype) / 1000,  # in the latents' dtype, as the pipeline has it
+            "encoder_hidden_states": text,
+            "encoder_hidden_states_mask": None,
+            "img_shapes": [self._grid(rows.height, rows.width)] * len(rows.latents),
+            "guidance": None,
+        }
+
+    def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        combined = super().combine(negative, positive, scales)
         rescale = torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
         return combined * rescale
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from diffusion_rl.models.base import (
-    Conditioning,
-    DenoiseBatch,
-    ModelFamily,
-    PromptEmbeds,
-    combine_guidance,
-    host_copy,
-    refuse_long_prompt,
-)
+from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
+from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
+from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from engine_control.errors import InvalidRequestError
-from rl_kernels import exact_forward
+from rl_kernels import AttentionPlan
 
 
 class StableDiffusion3Family(ModelFamily):
@@ -24,6 +20,7 @@ class StableDiffusion3Family(ModelFamily):
 
     pipeline_class_name = "StableDiffusion3Pipeline"
     text_first = False
+    sequence_spec = SequenceSpec()
 
     @property
     def size_multiple(self) -> int:
@@ -86,23 +83,15 @@ class StableDiffusion3Family(ModelFamily):
             config.get("max_shift", 1.16),
         )
 
-    def predict(self, batch: DenoiseBatch, transformer: torch.nn.Module | None = None) -> torch.Tensor:
-        text, plan = self._text_rows(batch, self._image_tokens(batch.height, batch.width))
-        copies = self._row_copies(batch)
-        pooled = torch.stack([p.pooled for p in self._prompts(batch) if p.pooled is not None])
-        model = transformer or self.transformer
-        with exact_forward(model, plan, self.choices):
-            velocity = model(
-                hidden_states=torch.cat([batch.latents] * copies),
-                timestep=torch.cat([batch.timesteps] * copies),
-                encoder_hidden_states=text,
-                pooled_projections=pooled.to(batch.latents.dtype),
-                return_dict=False,
-            )[0]
-        if copies == 1:
-            return velocity
-        negative, positive = velocity.chunk(2)
-        return combine_guidance(negative, positive, batch)
+    def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
+        text, plan = self._text_rows(rows)
+        pooled = torch.stack([p.pooled for p in rows.prompts if p.pooled is not None])
+        return plan, {
+            "hidden_states": rows.latents,
+            "timestep": rows.timesteps,
+            "encoder_hidden_states": text,
+            "pooled_projections": pooled.to(rows.latents.dtype),
+        }
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         vae = self.pipeline.vae

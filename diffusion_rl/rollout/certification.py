@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from diffusion_rl.batch import Conditioning, DenoiseBatch
 from diffusion_rl.models import ModelFamily
-from diffusion_rl.models.base import Conditioning, DenoiseBatch
+from diffusion_rl.parallel.arrangement import Arrangement
+from diffusion_rl.parallel.layout import Layout
 from engine_control.errors import EngineError
 from rl_kernels.certify import Certificate, Verdict, certify, record
-from rl_kernels.mode import LIBRARY
+from rl_kernels.mode import LIBRARY, Choices
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,11 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
     if family.certificate is None or family.choices is LIBRARY:
         family.decodes_together = _decodes_together(family)
         family.certificate = certify_family(family)
-    certificate = family.certificate
+    return _decide(family, family.certificate, wanted)
+
+
+def _decide(family: ModelFamily, certificate: Certificate, wanted: str) -> Exactness:
+    """Sets how the family computes, by what the certificate says and what is wanted."""
     if certificate.exact:
         family.choices = certificate.choices
         return Exactness(True, certificate)
@@ -77,6 +83,44 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
     logger.warning("a sample's bits may depend on its batch on %s, because of: %s", certificate.device, refused)
     family.choices = LIBRARY
     return Exactness(False, certificate)
+
+
+def certify_ranks(
+    family: ModelFamily, exactness: Exactness, arrangement: Arrangement, layout: Layout, wanted: str
+) -> Exactness:
+    """Has all ranks compute together what this one has computed alone, and adds what was found to the table.
+
+    Every rank calls it at the same time, and each comes to the same end. Without exact mode nothing is probed.
+
+    Raises:
+        NotExactError: `on`, and a shared prediction has other bits.
+    """
+    if not exactness.enabled or exactness.certificate is None or layout.ranks == 1:
+        return exactness
+    family.choices = for_shards(family.choices, layout.sp_degree)
+    certificate = exactness.certificate
+    verdicts = (*certificate.verdicts, _shared_prediction(family, arrangement, layout))
+    return _decide(family, Certificate(certificate.device, verdicts, family.choices), wanted)
+
+
+def for_shards(choices: Choices, degree: int) -> Choices:
+    """What was chosen for attention over all heads goes for each rank's share of them as well."""
+    shares = {(heads // degree, width, dtype) for heads, width, dtype in choices.attention_per_sample}
+    return replace(choices, attention_per_sample=choices.attention_per_sample | shares)
+
+
+@torch.no_grad()
+def _shared_prediction(family: ModelFamily, arrangement: Arrangement, layout: Layout) -> Verdict:
+    """The whole prediction, guided and not, of several samples and of one, by all ranks and by this one alone."""
+    name = f"transformer {type(family.transformer).__name__}, {layout.sp_degree} x {layout.cfg_degree} ranks"
+    batch, tried = _batch(family), ("chosen operations",)
+    unguided = replace(batch, conditioning=tuple(replace(c, negative=None) for c in batch.conditioning))
+    for whole, what in ((batch, "guided"), (unguided, "unguided")):
+        for start, end in ((0, SAMPLES), *SLICES[:1]):
+            part = _part(whole, start, end)
+            if not torch.equal(family.predict(part, arrangement=arrangement), family.predict(part)):
+                return Verdict(name, None, tried, f"samples {start} to {end - 1} of {SAMPLES}, {what}")
+    return Verdict(name, "chosen operations", tried)
 
 
 def certify_family(family: ModelFamily) -> Certificate:
@@ -98,16 +142,19 @@ def _whole_transformer(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
     whole = family.predict(batch)
     name = f"transformer {type(family.transformer).__name__}"
     for start, end in SLICES:
-        part = DenoiseBatch(
-            batch.latents[start:end],
-            batch.timesteps[start:end],
-            batch.conditioning[start:end],
-            batch.height,
-            batch.width,
-        )
-        if not torch.equal(family.predict(part), whole[start:end]):
+        if not torch.equal(family.predict(_part(batch, start, end)), whole[start:end]):
             return Verdict(name, None, ("chosen operations",), f"samples {start} to {end - 1} of {SAMPLES}")
     return Verdict(name, "chosen operations", ("chosen operations",))
+
+
+def _part(batch: DenoiseBatch, start: int, end: int) -> DenoiseBatch:
+    """Samples [start, end) of a batch."""
+    return replace(
+        batch,
+        latents=batch.latents[start:end],
+        timesteps=batch.timesteps[start:end],
+        conditioning=batch.conditioning[start:end],
+    )
 
 
 @torch.no_grad()

@@ -7,11 +7,11 @@ its request and the weights alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import diffusers
@@ -19,21 +19,30 @@ import torch
 import transformers
 
 from diffusion_rl.config import EngineConfig
-from diffusion_rl.models import ModelFamily, load_family
-from diffusion_rl.models.base import Conditioning, DenoiseBatch, PromptEmbeds
-from diffusion_rl.params import RolloutParams, check_pixels, check_step_fields
+from diffusion_rl.models import ModelFamily
+from diffusion_rl.parallel.layout import layout_of
+from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks, own_report
+from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
-from diffusion_rl.rollout.certification import DECODE_TOGETHER, make_exact
-from diffusion_rl.rollout.noise import NoiseStream, normal_noise
+from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, make_exact
+from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, digest, keys
+from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
-from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.result import complete_group, finished_sample
-from diffusion_rl.rollout.schedule import make_schedule
-from diffusion_rl.rollout.transition import advance, round_to_storage
+from diffusion_rl.rollout.samples import (
+    advance_batch,
+    condition,
+    parts_here,
+    plan_request,
+    split,
+    start_samples,
+    step_count,
+)
+from diffusion_rl.rollout.startup import one_rank, start_ranks
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from engine_control.engine import Finished
-from engine_control.errors import EngineError, EngineFaultError, InvalidRequestError
+from engine_control.errors import EngineDiedError, EngineError, EngineFaultError
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +50,34 @@ INITIAL_WEIGHT_VERSION = "default"
 WORK_BUDGET_S = 0.1  # how long text encoding, and decoding, may each hold up the next step when there is much of it
 
 
-def build_engine(config: EngineConfig) -> RolloutEngine:
-    """Loads the model that `config` names and returns an idle engine.
+def build_engine(config: EngineConfig, *, on_death: OnDeath | None = None) -> RolloutEngine:
+    """Loads the model that `config` names, on as many ranks as it asks for, and returns an idle engine.
 
     Raises:
-        InvalidRequestError: the model can't be loaded, or no family serves it.
+        InvalidRequestError: the model can't be loaded, no family serves it, or the layout doesn't fit it.
         NotExactError: `config.deterministic` insists on exactness that can't be had.
+        EngineDiedError: another rank could not start.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = None if config.dtype == "auto" else _dtype(config.dtype)
-    return RolloutEngine(load_family(config.model_path, dtype=dtype, device=device), config)
+    family, exactness, ranks = start_ranks(config, on_death=on_death)
+    return RolloutEngine(family, config, exactness=exactness, ranks=ranks)
 
 
 class RolloutEngine:
     """Advances the samples of many requests, one denoising step at a time: an `engine_control.engine.StepEngine`."""
 
-    def __init__(self, family: ModelFamily, config: EngineConfig | None = None) -> None:
-        """Certifies the family on its device (see `certification`), and is idle afterwards."""
+    def __init__(
+        self,
+        family: ModelFamily,
+        config: EngineConfig | None = None,
+        *,
+        exactness: Exactness | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Is idle afterwards. Certifies the family on its device (see `certification`) unless that was done."""
         self.family = family
         self.config = config or EngineConfig()
-        self.exactness = make_exact(family, self.config.deterministic)
+        self.exactness = exactness or make_exact(family, self.config.deterministic)
+        self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
         self.weight_version = INITIAL_WEIGHT_VERSION
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
@@ -72,6 +87,7 @@ class RolloutEngine:
     def add_request(self, request_id: str, request: RolloutParams) -> None:
         """Checks the request against the model and queues it; see `StepEngine.add_request`."""
         self._queue.add(self._plan(request_id, request))
+        self.ranks.announce(Add(request_id, request))
         self._arrivals += 1
 
     def check_request(self, request: RolloutParams) -> None:
@@ -79,7 +95,7 @@ class RolloutEngine:
         self._plan("", request)
 
     def abort_request(self, request_id: str) -> bool:
-        known = self._queue.remove(request_id)
+        known = self._remove(request_id)
         self._counts["requests_aborted"] += known
         return known
 
@@ -95,7 +111,9 @@ class RolloutEngine:
             batch = pick_batch(self._queue.samples, self.config.max_batch_size)
             if batch:
                 began = time.perf_counter()
-                advance(batch, self._predict(batch))
+                self.ranks.announce(Advance(keys(batch)))
+                with self.ranks.together():
+                    advance_batch(self.family, batch, self.ranks.arrangement)
                 self._account(batch, time.perf_counter() - began)
             finished += self._finish()
         return finished
@@ -115,7 +133,7 @@ class RolloutEngine:
 
     def step_count(self, params: RolloutParams) -> int:
         """T, the number of steps that a request takes."""
-        return _step_count(params, self.family.defaults.num_inference_steps)
+        return step_count(params, self.family.defaults.num_inference_steps)
 
     def remaining_evaluations(self) -> int:
         """Sample-steps that the requests in the engine still need, shared ones counted once for each sample."""
@@ -134,7 +152,7 @@ class RolloutEngine:
             "weight_version": self.weight_version,
             "attention_backend": "torch_sdpa",
             "deterministic": self.exactness.describe(),
-            "parallel": {"tp_size": 1, "sp_degree": 1, "cfg_parallel_size": 1, "dp_size": 1},
+            "parallel": self._describe_parallel(),
             "step_kinds": step_kinds.names(),
             "max_batch_size": self.config.max_batch_size,
             "limits": vars(self.config.limits),
@@ -148,32 +166,25 @@ class RolloutEngine:
             },
         }
 
+    def close(self) -> None:
+        """Ends the other ranks, if there are any. The engine takes no step afterwards."""
+        self.ranks.close()
+
+    def _describe_parallel(self) -> dict[str, object]:
+        layout = layout_of(self.config.parallel)
+        return {
+            "tp_size": 1,
+            "sp_degree": layout.sp_degree,
+            "ulysses_degree": layout.sp_degree,
+            "ring_degree": 1,
+            "cfg_parallel_size": layout.cfg_degree,
+            "dp_size": 1,
+            "guidance": "parallel" if layout.cfg_degree > 1 else self.config.parallel.guidance,
+            "ranks": self.ranks.describe(),
+        }
+
     def _plan(self, request_id: str, params: RolloutParams) -> RequestState:
-        """All that a request is, before any model work; refuses what this model can't do."""
-        params.validate(self.config.limits, step_kinds=step_kinds.names())
-        family, defaults = self.family, self.family.defaults
-        size = (params.height or defaults.height, params.width or defaults.width)
-        check_pixels(size[1], size[0], self.config.limits)
-        family.check_size(*size)
-        steps = self.step_count(params)
-        check_step_fields(params, steps)
-        length = params.max_sequence_length or defaults.max_sequence_length
-        scale, negative = family.guidance(params)
-        family.check_prompt(params.prompt, "prompt", length)
-        if negative is not None:
-            family.check_prompt(negative, "negative_prompt", length)
-        seeds = _seeds(params)
-        return RequestState(
-            request_id=request_id,
-            params=params,
-            schedule=make_schedule(family, params, steps=steps, size=size, seed=seeds[0]),
-            size=size,
-            seeds=seeds,
-            guidance_scale=scale,
-            negative_prompt=negative,
-            max_sequence_length=length,
-            arrival=self._arrivals,
-        )
+        return plan_request(self.family, self.config.limits, request_id, params, arrival=self._arrivals)
 
     def _admit(self) -> list[Finished[list[RolloutSample]]]:
         """Encodes the prompts of waiting requests and puts their samples in flight: enough to fill two batches.
@@ -192,13 +203,9 @@ class RolloutEngine:
 
     def _encode_and_start(self, request: RequestState) -> None:
         request.admitted_at = began = time.perf_counter()
-        length, negative = request.max_sequence_length, request.negative_prompt
-        request.conditioning = Conditioning(
-            positive=self._prompts.encode(request.params.prompt, length),
-            negative=None if negative is None else self._prompts.encode(negative, length),
-            guidance_scale=request.guidance_scale,
-        )
-        self._queue.samples += self._start(request)
+        self.ranks.announce(Admit(request.request_id))
+        condition(request, self._prompts)
+        self._queue.samples += start_samples(self.family, request)
         request.encode_s = time.perf_counter() - began
 
     def _isolated(
@@ -207,6 +214,8 @@ class RolloutEngine:
         """Does one request's own work; whatever goes wrong in it ends that request alone, and is returned."""
         try:
             work(request)
+        except EngineDiedError:
+            raise  # so is a dead rank
         except EngineError as error:
             return [self._failed(request.request_id, error)]
         except torch.AcceleratorError:
@@ -215,33 +224,6 @@ class RolloutEngine:
             logger.exception("request %s failed", request.request_id)
             return [self._failed(request.request_id, EngineFaultError(f"{type(error).__name__}: {error}"))]
         return []
-
-    def _start(self, request: RequestState) -> list[SampleState]:
-        """The request's samples at step 0, or their common trunk if they have a deterministic prefix in common."""
-        params, schedule, count = request.params, request.schedule, len(request.seeds)
-        shared = params.init_same_noise and params.rollout_share_prefix and schedule.first_stochastic_step > 0
-        groups = [tuple(range(count))] if shared else [(i,) for i in range(count)]
-        seeds = [initial_noise_seed(params, request.seeds, members[0]) for members in groups]
-        shape = self.family.initial_noise_shape(*request.size)
-        noise = normal_noise(seeds, NoiseStream.INITIAL_LATENT, [0] * len(seeds), shape, self.family.device)
-        latents = self.family.pack(noise)
-        latents = latents.to(self.family.dtype) if schedule.ode_state else round_to_storage(latents, params)
-        samples = []
-        for members, latent in zip(groups, latents, strict=True):
-            recorder = Recorder(params, schedule, tuple(latent.shape), latent.device)
-            recorder.record_state(0, latent)
-            samples.append(SampleState(request, members, latent, recorder))
-        return samples
-
-    def _predict(self, batch: list[SampleState]) -> torch.Tensor:
-        """One forward for all samples of the batch: velocities after guidance `[n, ...]`."""
-        first = batch[0].request
-        timesteps = torch.stack([s.request.schedule.timesteps[s.step] for s in batch])
-        latents = torch.stack([s.latents for s in batch]).to(self.family.dtype)
-        conditioning = tuple(s.request.conditioning for s in batch if s.request.conditioning is not None)
-        return self.family.predict(
-            DenoiseBatch(latents, timesteps.to(self.family.device), conditioning, first.size[0], first.size[1])
-        )
 
     def _account(self, batch: list[SampleState], seconds: float) -> None:
         """Counts the step, and splits trunks whose samples part here."""
@@ -252,15 +234,16 @@ class RolloutEngine:
         for sample in batch:
             sample.request.num_evaluations += 1
             sample.weight_versions += (self.weight_version,)
-            if len(sample.members) > 1 and sample.step == sample.request.schedule.first_stochastic_step:
+            if parts_here(sample):
                 self._queue.samples.remove(sample)
-                self._queue.samples += _split(sample)
+                self._queue.samples += split(sample)
 
     def _finish(self) -> list[Finished[list[RolloutSample]]]:
         """Decodes samples that are at their end, and hands out the requests that are complete or failed at it."""
         finished: list[Finished[list[RolloutSample]]] = []
         began = time.perf_counter()
         while samples := self._queue.next_to_decode(self._decoded_at_once):
+            self._agree(samples)
             pictures = self._pictures(samples)
             for sample, picture in zip(samples, pictures, strict=True):
                 request = sample.request
@@ -268,12 +251,18 @@ class RolloutEngine:
                     continue
                 finished += self._isolated(request, partial(self._hand_over, sample, picture))
                 if len(request.results) == len(request.seeds):
-                    self._queue.remove(request.request_id)
+                    self._remove(request.request_id)
                     self._counts["requests_finished"] += 1
                     finished.append(Finished(request.request_id, result=complete_group(self.family, request)))
             if _spent(began):
                 break
         return finished
+
+    def _agree(self, samples: list[SampleState]) -> None:
+        """Has every rank retire these samples, and makes sure that all hold the same bits of them."""
+        if isinstance(self.ranks, NoRanks):
+            return
+        self.ranks.agree(Retire(keys(samples)), own_report([digest(s) for s in samples], self.ranks.arrangement))
 
     def _decoded_at_once(self, size: tuple[int, int]) -> int:
         """How many pictures of that size may be decoded together."""
@@ -304,88 +293,18 @@ class RolloutEngine:
         self._counts["samples_finished"] += 1
 
     def _failed(self, request_id: str, error: EngineError) -> Finished[list[RolloutSample]]:
-        self._queue.remove(request_id)
+        self._remove(request_id)
         self._counts["requests_failed"] += 1
         return Finished(request_id, error=error)
 
-
-@dataclass(frozen=True)
-class _PromptKey:
-    prompt: str
-    max_sequence_length: int
-
-
-class PromptCache:
-    """Encoded prompts, the least recently used one dropped first. A refit of a text encoder must `clear` it."""
-
-    def __init__(self, family: ModelFamily, size: int) -> None:
-        self._family = family
-        self._size = size
-        self._entries: OrderedDict[_PromptKey, PromptEmbeds] = OrderedDict()
-
-    def encode(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        """The embeddings of a prompt, from the cache or from the text encoders; the same tensor for equal prompts."""
-        key = _PromptKey(prompt, max_sequence_length)
-        if key not in self._entries:
-            self._entries[key] = self._family.encode_prompt(prompt, max_sequence_length)
-        self._entries.move_to_end(key)
-        embeds = self._entries[key]
-        while len(self._entries) > self._size:
-            self._entries.popitem(last=False)
-        return embeds
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-
-def initial_noise_seed(params: RolloutParams, seeds: tuple[int, ...], index: int) -> int:
-    """The seed of sample `index`'s initial latent."""
-    first = seeds[0] if params.initial_noise_seed is None else params.initial_noise_seed
-    if params.init_same_noise:
-        return first
-    return seeds[index] if params.initial_noise_seed is None else first + index
+    def _remove(self, request_id: str) -> bool:
+        """Drops a request and its samples, on every rank; False if it isn't here."""
+        known = self._queue.remove(request_id)
+        if known:
+            with contextlib.suppress(EngineDiedError):  # then there is nobody to tell
+                self.ranks.announce(Remove(request_id))
+        return known
 
 
 def _spent(began: float) -> bool:
     return time.perf_counter() - began > WORK_BUDGET_S
-
-
-def _split(trunk: SampleState) -> list[SampleState]:
-    """One sample for each member of the trunk, each with memory of its own."""
-    return [
-        SampleState(
-            request=trunk.request,
-            members=(member,),
-            latents=trunk.latents,
-            recorder=trunk.recorder.fork(),
-            weight_versions=trunk.weight_versions,
-            step=trunk.step,
-            previous_x0=trunk.previous_x0,
-        )
-        for member in trunk.members
-    ]
-
-
-def _seeds(params: RolloutParams) -> tuple[int, ...]:
-    if params.seeds is not None:
-        return params.seeds
-    if params.seed is None:
-        raise InvalidRequestError(
-            "the engine needs a seed", field="seed", hint="The service and RolloutPipeline choose one if you don't."
-        )
-    return tuple(params.seed + i for i in range(params.num_outputs_per_prompt))
-
-
-def _step_count(params: RolloutParams, default: int) -> int:
-    if params.sigmas is not None:
-        return len(params.sigmas) - (params.sigmas[-1] == 0)
-    return params.num_inference_steps or default
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise InvalidRequestError(
-            f"unknown dtype {name!r}", field="dtype", value=name, hint=f"Known: auto, {', '.join(known)}."
-        )
-    return known[name]

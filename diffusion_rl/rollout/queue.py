@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diffusion_rl.models.base import Conditioning
+from diffusion_rl.batch import Conditioning
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_rl.batch import DenoiseBatch
 from diffusion_rl.models import ModelFamily
-from diffusion_rl.models.base import DenoiseBatch
 from diffusion_rl.rollout.schedule import ODE, replayed_schedule
 from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from diffusion_rl.schedulers import step_kinds

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from diffusion_rl.config import EngineConfig, ServerConfig, Wire, engine_environment
+from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.server.encoding import EncodedBody, encode
 from diffusion_rl.server.metrics import Metrics
@@ -39,7 +40,7 @@ class RolloutService:
         self.supervisor = EngineSupervisor(
             WORKER_MODULE,
             msgspec.json.encode(engine_config),
-            environment=engine_environment(),
+            environment=engine_environment(layout_of(engine_config.parallel).ranks),
             policy=RestartPolicy(server_config.engine_start_timeout_s, server_config.max_restarts),
         )
         self.metrics = Metrics(

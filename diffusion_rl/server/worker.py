@@ -4,6 +4,7 @@ as JSON on its standard input. Imports no FastAPI."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 
@@ -12,8 +13,10 @@ import msgspec
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.sample import RolloutSample
+from engine_control.child import connection_from_descriptor
+from engine_control.errors import EngineDiedError
 from engine_control.step_loop import StepLoop
-from engine_control.worker import EngineWorker, connection_from_descriptor
+from engine_control.worker import EngineWorker
 
 
 def main() -> None:
@@ -30,10 +33,16 @@ def main() -> None:
 def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSample]], Mapping[str, object]]:
     from diffusion_rl.rollout.engine import build_engine  # seconds of imports, while the socket is already watched
 
-    engine = build_engine(config)
+    engine = build_engine(config, on_death=_end)
     loop = StepLoop(engine)
     loop.register("describe", lambda arguments: engine.describe())
     return loop, engine.describe()
+
+
+def _end(error: EngineDiedError) -> None:
+    """Another rank is gone. Ends this process too, wherever it stands: the service sees it, and starts both anew."""
+    logging.getLogger(__name__).error("%s", error)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""A request's way to samples in flight, and one step of a batch of them: what every rank does in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.models import ModelFamily
+from diffusion_rl.parallel.arrangement import Arrangement
+from diffusion_rl.params import Limits, RolloutParams, check_pixels, check_step_fields
+from diffusion_rl.rollout.noise import NoiseStream, normal_noise
+from diffusion_rl.rollout.prompt_cache import PromptCache
+from diffusion_rl.rollout.queue import RequestState, SampleState
+from diffusion_rl.rollout.recorder import Recorder
+from diffusion_rl.rollout.schedule import make_schedule
+from diffusion_rl.rollout.transition import advance, round_to_storage
+from diffusion_rl.schedulers import step_kinds
+from engine_control.errors import InvalidRequestError
+
+
+def plan_request(
+    family: ModelFamily, limits: Limits, request_id: str, params: RolloutParams, *, arrival: int
+) -> RequestState:
+    """All that a request is, before any model work; refuses what this model can't do."""
+    params.validate(limits, step_kinds=step_kinds.names())
+    defaults = family.defaults
+    size = (params.height or defaults.height, params.width or defaults.width)
+    check_pixels(size[1], size[0], limits)
+    family.check_size(*size)
+    steps = step_count(params, defaults.num_inference_steps)
+    check_step_fields(params, steps)
+    length = params.max_sequence_length or defaults.max_sequence_length
+    scale, negative = family.guidance(params)
+    family.check_prompt(params.prompt, "prompt", length)
+    if negative is not None:
+        family.check_prompt(negative, "negative_prompt", length)
+    seeds = _seeds(params)
+    return RequestState(
+        request_id=request_id,
+        params=params,
+        schedule=make_schedule(family, params, steps=steps, size=size, seed=seeds[0]),
+        size=size,
+        seeds=seeds,
+        guidance_scale=scale,
+        negative_prompt=negative,
+        max_sequence_length=length,
+        arrival=arrival,
+    )
+
+
+def condition(request: RequestState, prompts: PromptCache) -> None:
+    """Encodes the request's prompts; afterwards it has its conditioning."""
+    length, negative = request.max_sequence_length, request.negative_prompt
+    request.conditioning = Conditioning(
+        positive=prompts.encode(request.params.prompt, length),
+        negative=None if negative is None else prompts.encode(negative, length),
+        guidance_scale=request.guidance_scale,
+    )
+
+
+def start_samples(family: ModelFamily, request: RequestState) -> list[SampleState]:
+    """The request's samples at step 0, or their common trunk if they have a deterministic prefix in common."""
+    params, schedule, count = request.params, request.schedule, len(request.seeds)
+    shared = params.init_same_noise and params.rollout_share_prefix and schedule.first_stochastic_step > 0
+    groups = [tuple(range(count))] if shared else [(i,) for i in range(count)]
+    seeds = [initial_noise_seed(params, request.seeds, members[0]) for members in groups]
+    shape = family.initial_noise_shape(*request.size)
+    noise = normal_noise(seeds, NoiseStream.INITIAL_LATENT, [0] * len(seeds), shape, family.device)
+    latents = family.pack(noise)
+    latents = latents.to(family.dtype) if schedule.ode_state else round_to_storage(latents, params)
+    samples = []
+    for members, latent in zip(groups, latents, strict=True):
+        recorder = Recorder(params, schedule, tuple(latent.shape), latent.device)
+        recorder.record_state(0, latent)
+        samples.append(SampleState(request, members, latent, recorder))
+    return samples
+
+
+def advance_batch(family: ModelFamily, batch: Sequence[SampleState], arrangement: Arrangement) -> None:
+    """One step of every sample: one prediction for all of them, then each sample's own transition."""
+    first = batch[0].request
+    timesteps = torch.stack([s.request.schedule.timesteps[s.step] for s in batch])
+    latents = torch.stack([s.latents for s in batch]).to(family.dtype)
+    conditioning = tuple(s.request.conditioning for s in batch if s.request.conditioning is not None)
+    inputs = DenoiseBatch(latents, timesteps.to(family.device), conditioning, first.size[0], first.size[1])
+    advance(batch, family.predict(inputs, arrangement=arrangement))
+
+
+def parts_here(sample: SampleState) -> bool:
+    """Whether a sample is a trunk whose members part after the step that it has just been taken to."""
+    return len(sample.members) > 1 and sample.step == sample.request.schedule.first_stochastic_step
+
+
+def split(trunk: SampleState) -> list[SampleState]:
+    """One sample for each member of the trunk, each with memory of its own."""
+    return [
+        SampleState(
+            request=trunk.request,
+            members=(member,),
+            latents=trunk.latents,
+            recorder=trunk.recorder.fork(),
+            weight_versions=trunk.weight_versions,
+            step=trunk.step,
+            previous_x0=trunk.previous_x0,
+        )
+        for member in trunk.members
+    ]
+
+
+def initial_noise_seed(params: RolloutParams, seeds: tuple[int, ...], index: int) -> int:
+    """The seed of sample `index`'s initial latent."""
+    first = seeds[0] if params.initial_noise_seed is None else params.initial_noise_seed
+    if params.init_same_noise:
+        return first
+    return seeds[index] if params.initial_noise_seed is None else first + index
+
+
+def step_count(params: RolloutParams, default: int) -> int:
+    """T, the number of steps that a request takes."""
+    if params.sigmas is not None:
+        return len(params.sigmas) - (params.sigmas[-1] == 0)
+    return params.num_inference_steps or default
+
+
+def _seeds(params: RolloutParams) -> tuple[int, ...]:
+    if params.seeds is not None:
+        return params.seeds
+    if params.seed is None:
+        raise InvalidRequestError(
+            "the engine needs a seed", field="seed", hint="The service and RolloutPipeline choose one if you don't."
+        )
+    return tuple(params.seed + i for i in range(params.num_outputs_per_prompt))

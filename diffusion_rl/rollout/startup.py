@@ -1,0 +1,149 @@
+"""From a configuration to an engine: alone, or as rank 0 of several. Every rank takes the same two steps.
+
+First each loads the model, and rank 0 certifies it. Then they meet: the others take over what rank 0 chose, and all
+certify together that sharing the work changes no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import ModelFamily, load_family
+from diffusion_rl.parallel.arrangement import Arrangement, arrange
+from diffusion_rl.parallel.groups import RankGroup, Rendezvous
+from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
+from diffusion_rl.parallel.ranks import NoRanks, OnDeath, OtherRanks, Ranks
+from diffusion_rl.rollout.certification import Exactness, certify_ranks, make_exact
+from engine_control.errors import InvalidRequestError
+from rl_kernels.certify import Certificate
+from rl_kernels.mode import Choices
+
+
+def load_rank(config: EngineConfig, device: str) -> ModelFamily:
+    """The model on that device.
+
+    Raises:
+        InvalidRequestError: it can't be loaded, no family serves it, or its heads don't fit the layout.
+    """
+    dtype = None if config.dtype == "auto" else _dtype(config.dtype)
+    family = load_family(config.model_path, dtype=dtype, device=device)
+    check_heads(family.attention_heads, layout_of(config.parallel))
+    return family
+
+
+def join_ranks(
+    family: ModelFamily, exactness: Exactness, config: EngineConfig, *, rank: int, meeting: Rendezvous
+) -> tuple[Arrangement, Exactness]:
+    """This rank's part in the forwards, and what the ranks found together. Every rank calls it at the same time."""
+
+    def join(name: str, place: int, size: int) -> RankGroup:
+        return meeting.join(name, place, size, family.device, shared_device=config.parallel.share_device)
+
+    layout = layout_of(config.parallel)
+    arrangement = arrange(
+        rank, layout, family.transformer, family.sequence_spec, guidance=config.parallel.guidance, join=join
+    )
+    return arrangement, certify_ranks(family, exactness, arrangement, layout, config.deterministic)
+
+
+def start_ranks(config: EngineConfig, *, on_death: OnDeath | None = None) -> tuple[ModelFamily, Exactness, Ranks]:
+    """The loaded model, what certification found, and the other ranks, all of them ready.
+
+    `on_death` is called in a thread of its own when a rank ends that wasn't told to; by default whoever waits for it
+    in a collective gets an error.
+
+    Raises:
+        InvalidRequestError: what `config` asks for can't be; the message names it.
+        NotExactError: exactness is insisted on and can't be had.
+        EngineDiedError: another rank could not start.
+    """
+    layout, device = layout_of(config.parallel), config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = device_of(0, device, layout, share_device=config.parallel.share_device)
+    if layout.ranks == 1:
+        family = load_rank(config, own)
+        return family, make_exact(family, config.deterministic), NoRanks(one_rank(family, config))
+    others = OtherRanks(config, layout, device, on_death=on_death)
+    try:
+        family = load_rank(config, own)
+        exactness = make_exact(family, config.deterministic)
+        meeting = others.meeting(loaded(family), exact=exactness.enabled, choices=plain(family.choices))
+        others.arrangement, exactness = join_ranks(family, exactness, config, rank=0, meeting=meeting)
+        others.complete(exactness.enabled)
+    except BaseException:
+        others.close()
+        raise
+    return family, exactness, others
+
+
+def one_rank(family: ModelFamily, config: EngineConfig) -> Arrangement:
+    """The arrangement of an engine without other ranks."""
+    layout = layout_of(config.parallel)
+    if layout.ranks > 1:
+        raise InvalidRequestError(
+            "a pipeline that is loaded already can't be shared with other ranks",
+            field="sp_degree",
+            value=layout.sp_degree,
+            hint="Save it, and use RolloutPipeline.from_config with its folder.",
+        )
+
+    def nobody(name: str, place: int, size: int) -> RankGroup:
+        raise AssertionError("one rank joins no group")
+
+    spec = family.sequence_spec
+    return arrange(0, layout, family.transformer, spec, guidance=config.parallel.guidance, join=nobody)
+
+
+def loaded(family: ModelFamily) -> dict[str, str]:
+    """What must be equal on all ranks, or what rank 0 certified wouldn't hold for them."""
+    device = family.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": str(torch.__version__),
+        "dtype": str(family.dtype),
+    }
+
+
+def take_over(family: ModelFamily, exact: bool, choices: dict[str, Any]) -> Exactness:
+    """What rank 0 found, for this rank's family. It has no table of its own."""
+    family.choices = from_plain(choices)
+    return Exactness(exact, Certificate(str(family.device), (), family.choices))
+
+
+def plain(choices: Choices) -> dict[str, Any]:
+    """Choices as what a message can carry."""
+    return {
+        **{f.name: getattr(choices, f.name) for f in fields(choices)},
+        "linear": [[k, n, str(dtype), name] for (k, n, dtype), name in choices.linear.items()],
+        "attention_per_sample": [[heads, d, str(dtype)] for heads, d, dtype in choices.attention_per_sample],
+    }
+
+
+def from_plain(values: dict[str, Any]) -> Choices:
+    """`plain` undone."""
+
+    def dtype(name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+        return found
+
+    return Choices(
+        **{
+            **values,
+            "linear": {(k, n, dtype(name)): chosen for k, n, name, chosen in values["linear"]},
+            "attention_per_sample": frozenset((h, d, dtype(name)) for h, d, name in values["attention_per_sample"]),
+        }
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise InvalidRequestError(
+            f"unknown dtype {name!r}", field="dtype", value=name, hint=f"Known: auto, {', '.join(known)}."
+        )
+    return known[name]
