@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,20 +19,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
-from benchmarks.full_size import qwen_image, sd35_medium
-from diffusion_rl.models import ModelFamily
+from benchmarks.full_size import SHAPES
 from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.models import ModelFamily
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay_step
 from diffusion_rl.sample import RolloutSample
 from rl_kernels.mode import LIBRARY
 
-SHAPES: dict[str, Callable[[], ModelFamily]] = {
-    "sd3.5-medium": lambda: sd35_medium("cuda"),
-    "qwen-image-6": lambda: qwen_image("cuda", layers=6),
-    "qwen-image": lambda: qwen_image("cuda", layers=60),
-}
 KINDS = ("sde", "cps", "dance", "ode")
 LIMIT = (
     "Exact mode runs the same library kernels with split-K switched off and attention pinned to cuDNN: its limit is "
@@ -58,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     report.results.append({"case": "matmul ceiling, bf16 8192^3", "tflops": ceiling})
     exact = True
     for shape in arguments.shapes.split(","):
-        family = SHAPES[shape]()
+        family = SHAPES[shape]("cuda")
         began = time.perf_counter()
         engine = RolloutEngine(family)
         about = engine.exactness.describe()
@@ -152,7 +147,8 @@ def tensors(sample: RolloutSample) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def cost(family: ModelFamily, group: int, arguments: Any, ceiling: float) -> dict[str, Any]:
-    """The guided forward of `group` samples: exact, not exact, and diffusers' own transformer call."""
+    """The guided forward of `group` samples: exact; the same kernels with the libraries left alone, which is the
+    fastest that isn't exact; and the stock blocks with the libraries left alone, as eager diffusers runs."""
     shape = family.latent_shape(arguments.size, arguments.size)
     positive, negative = (family.encode_prompt(p, 512) for p in ("short", "blurry"))
     batch = DenoiseBatch(
@@ -171,7 +167,11 @@ def cost(family: ModelFamily, group: int, arguments: Any, ceiling: float) -> dic
         finally:
             family.choices = exact_choices
 
-    arms = {"exact": partial(forward, exact_choices), "library": partial(forward, LIBRARY)}
+    arms = {
+        "exact": partial(forward, exact_choices),
+        "library": partial(forward, replace(LIBRARY, fused=exact_choices.fused)),
+        "stock": partial(forward, LIBRARY),
+    }
     series = measure.alternate(arms, arguments.repeats, warmups=2)
     with FlopCounterMode(display=False) as counter:
         family.predict(batch)
@@ -181,7 +181,10 @@ def cost(family: ModelFamily, group: int, arguments: Any, ceiling: float) -> dic
         "rows": 2 * group,
         "exact_ms": series["exact"].median * 1e3,
         "library_ms": series["library"].median * 1e3,
+        "stock_ms": series["stock"].median * 1e3,
+        "fused": exact_choices.fused,
         "exact_over_library": measure.ratio(series["exact"], series["library"]),
+        "exact_over_stock": measure.ratio(series["exact"], series["stock"]),
         "tflop": flops / 1e12,
         "exact_tflops": flops / series["exact"].median / 1e12,
         "fraction_of_ceiling": flops / series["exact"].median / 1e12 / ceiling,

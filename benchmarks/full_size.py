@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,17 @@ from diffusers import (
 )
 
 from diffusion_rl.batch import PromptEmbeds
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.qwen_image import QwenImageFamily
 from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
 
 SD3_TEXT_TOKENS = 205  # 77 of the CLIPs, 128 of T5: what FlowGRPO trains SD3.5 with
+
+
+def load(config: EngineConfig, device: str) -> ModelFamily:
+    """The shape that `config.model_path` names, on that device: a loader for `start_ranks`. Ranks get equal weights."""
+    return SHAPES[config.model_path](device)
 
 
 def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffusion3Family:
@@ -108,6 +117,13 @@ def qwen_image(device: str, layers: int, dtype: torch.dtype = torch.bfloat16) ->
         transformer=transformer, vae=vae, scheduler=scheduler, text_encoder=None, tokenizer=None
     )
     return _QwenWithRandomText(pipeline)
+
+
+SHAPES: dict[str, Callable[[str], ModelFamily]] = {
+    "sd3.5-medium": sd35_medium,
+    "qwen-image-6": partial(qwen_image, layers=6),
+    "qwen-image": partial(qwen_image, layers=60),
+}
 
 
 class _SD3WithRandomText(StableDiffusion3Family):

@@ -207,7 +207,7 @@ def follow(connection: socket.socket, handle: Callable[[Any], object]) -> None:
             while True:
                 decisions.put(msgspec.convert(receive_message(connection), Told))
         except PeerClosedError:
-            logger.info("rank 0 is gone; so is this rank")
+            logger.debug("rank 0 is gone; so is this rank")
         except (WireError, msgspec.ValidationError, OSError) as error:
             logger.error("the connection to rank 0 broke: %s", error)
         decisions.put(None)

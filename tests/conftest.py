@@ -24,11 +24,12 @@ START_TIMEOUT_S = 120.0
 LIMITS = {"max_num_outputs_per_prompt": 16, "max_num_inference_steps": 1000, "max_pixels": 512 * 512}
 SERVE = """
 import json, sys
-from diffusion_rl.config import EngineConfig, ServerConfig
+from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig
 from diffusion_rl.params import Limits
 from diffusion_rl.server.app import serve
 engine, limits, server = json.loads(sys.argv[1])
-serve(EngineConfig(**engine, limits=Limits(**limits)), ServerConfig(**server))
+parallel = ParallelConfig(**engine.pop("parallel", {}))
+serve(EngineConfig(**engine, parallel=parallel, limits=Limits(**limits)), ServerConfig(**server))
 """
 
 

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import (
     bench_collecting,
     bench_encoding,
     bench_exactness_cost,
+    bench_kernels,
     bench_memory,
     bench_prefix_sharing,
     bench_rollout,
     bench_step_batching,
+    profile_step,
     run_all,
 )
 from benchmarks.measure import Series, alternate, quartiles, ratio
@@ -47,6 +50,7 @@ SMALLEST = {
         "--cases safetensors --group 2 --steps 2 --early 2 --late 4 --flat-group 1 --flat-steps 1",
     ),
 }
+NEED_A_GPU = {"gpu_exactness", "gpu_ranks", "kernels"}
 needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), reason="the embedded model is not here")
 
 
@@ -96,7 +100,32 @@ def test_a_ratio_is_that_of_the_medians() -> None:
 
 def test_run_all_runs_every_benchmark_there_is_but_those_that_need_a_gpu() -> None:
     scripts = {path.stem.removeprefix("bench_") for path in Path(run_all.__file__).parent.glob("bench_*.py")}
-    assert set(run_all.NAMES) == {s for s in scripts if not s.startswith("gpu_")} == set(SMALLEST)
+    assert set(run_all.NAMES) == scripts - NEED_A_GPU == set(SMALLEST)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("main", [bench_kernels.main, profile_step.main])
+def test_a_benchmark_that_needs_a_gpu_says_so(main: Callable[[Sequence[str]], int], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        main(["--out", str(tmp_path / "report.json")])
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT", "gemm"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", "copy"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", "copy"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norm"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
+        ("gated_residual", "fused"),
+        ("something_new", "other"),
+    ],
+)
+def test_a_kernel_is_classed_by_its_name(kernel: str, expected: str) -> None:
+    assert profile_step.class_of(kernel) == expected
 
 
 def run(main: Callable[[Sequence[str]], int], options: list[str], out: Path) -> dict[str, Any]:

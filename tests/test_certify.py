@@ -14,9 +14,11 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import family_for
 from diffusion_rl.rollout.certification import NotExactError, certify_family, make_exact
 from diffusion_rl.rollout.engine import build_engine
-from rl_kernels.certify import ROWWISE, certify, forget, record
+from rl_kernels.attention import attention
+from rl_kernels.certify import ROWWISE, OperationClass, Recorded, certify, linear_rows, record, shards
 from rl_kernels.linear import IMPLEMENTATIONS, fixed_tiles, library_call, padded_rows
 from rl_kernels.mode import EXACT, LIBRARY, Choices, exact_mode, observing
+from rl_kernels.verdict_cache import forget
 
 CPU = torch.device("cpu")
 
@@ -57,7 +59,7 @@ def test_a_variant_operation_is_found_by_its_name_and_exact_mode_is_refused(monk
     certificate = certify(swapped, CPU)
     assert not certificate.exact
     assert certificate.refused == ("silu 128 float32",)
-    monkeypatch.setattr("diffusion_rl.rollout.certification.certify_family", lambda f: certificate)
+    monkeypatch.setattr("diffusion_rl.rollout.certification.certify_family", lambda f, **_: certificate)
     with pytest.raises(NotExactError, match=r"silu 128 float32.*disable-deterministic-inference"):
         make_exact(family, "on")
     exactness = make_exact(family, "auto")
@@ -90,6 +92,117 @@ def _guided(family: Any) -> torch.Tensor:
     from diffusion_rl.rollout.certification import _batch
 
     return family.predict(_batch(family))
+
+
+def probed(operation: str, shape: tuple[int, ...], call: Recorded) -> Any:
+    """The certificate of that one class."""
+    return certify({OperationClass(operation, shape, torch.float32): call}, CPU)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_attention_is_probed_with_the_heads_of_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs: list[torch.Tensor] = []  # the rank's first head of the whole batch
+
+    def wrong_on_one_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not theirs:
+            theirs.append(q[:, 2 * rank])
+        on_that_rank = q.shape[:2] == (8, 2) and torch.equal(q[:, 0], theirs[0])
+        assert q.is_contiguous()
+        return attention(q, k, v, **options) * (1 + on_that_rank * 2**-20)
+
+    monkeypatch.setattr("rl_kernels.certify.attention", wrong_on_one_rank)
+    certificate = probed("attention", (8, 12, 16), Recorded(F.scaled_dot_product_attention))
+    assert not certificate.exact
+    assert certificate.verdicts[0].failed_at == f"library: heads {2 * rank} to {2 * rank + 1} of 8"
+
+
+def test_heads_that_ranks_cannot_share_evenly_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_for_two_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attention(q, k, v, **options) * (1 + (q.shape[1] == 2) * 2**-20)
+
+    monkeypatch.setattr("rl_kernels.certify.attention", wrong_for_two_heads)
+    assert probed("attention", (3, 12, 16), Recorded(F.scaled_dot_product_attention)).exact
+
+
+def test_attention_that_must_go_row_by_row_does_so_on_every_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def depends_on_the_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per_sample: bool) -> torch.Tensor:
+        return attention(q, k, v, per_sample=per_sample) * (1 + (0 if per_sample else len(q)) * 2**-20)
+
+    monkeypatch.setattr("rl_kernels.certify.attention", depends_on_the_batch)
+    certificate = probed("attention", (12, 6, 16), Recorded(F.scaled_dot_product_attention))
+    assert certificate.exact
+    heads = {heads for heads, _, _ in certificate.choices.attention_per_sample}
+    assert heads == {12, 6, 3}
+
+
+def test_an_operation_that_depends_on_how_many_tokens_stand_beside_is_found() -> None:
+    def depends_on_tokens(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * (1 + (x.shape[1] == 2) * 2**-20)
+
+    certificate = probed("silu", (10, 64), Recorded(depends_on_tokens))
+    assert certificate.verdicts[0].failed_at == "tokens 0 to 1 of 10 (axis 1)"
+    assert probed("silu", (10, 64), Recorded(F.silu)).exact
+
+
+def test_the_last_and_shorter_shard_is_probed_too() -> None:
+    def depends_on_tokens(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) * (1 + (x.shape[1] == 1) * 2**-20)
+
+    assert probed("silu", (13, 64), Recorded(depends_on_tokens)).verdicts[0].failed_at == (
+        "tokens 12 to 12 of 13 (axis 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape", "call"),
+    [
+        ("softmax", (6, 8), Recorded(F.softmax, (), {"dim": 1})),
+        ("softmax", (6, 8), Recorded(F.softmax, (-2,))),
+        ("mean", (6, 8), Recorded(torch.Tensor.mean, ((1, 2),))),
+        ("mean", (6, 8), Recorded(torch.Tensor.mean, (1,))),
+        ("mean", (6, 8), Recorded(torch.Tensor.mean, (-1,))),
+        ("norm", (6, 8), Recorded(torch.norm, (), {"dim": -1, "keepdim": True})),
+        ("norm", (6, 8), Recorded(torch.norm, (2, 1))),
+        ("layer_norm", (6, 8), Recorded(F.layer_norm, ((6, 8),))),
+        ("layer_norm", (6, 8), Recorded(F.layer_norm, (), {"normalized_shape": (8,)})),
+        ("rms_norm", (4, 6, 8), Recorded(F.rms_norm, ((8,),))),
+        ("group_norm", (8, 6), Recorded(F.group_norm, (2,))),
+        ("conv2d", (4, 6, 6), Recorded(F.conv2d, (torch.ones(3, 4, 2, 2), None, 2))),
+    ],
+)
+def test_an_axis_that_is_summed_over_is_not_cut_into_shards(
+    operation: str, shape: tuple[int, ...], call: Recorded
+) -> None:
+    certificate = probed(operation, shape, call)
+    assert certificate.exact, certificate.verdicts
+
+
+def test_shards_cover_every_token_once_and_only_the_last_is_shorter() -> None:
+    for length in (1, 5, 8, 333, 4096):
+        for ranks in (1, 2, 4, 8):
+            parts = shards(length, ranks)
+            assert [i for part in parts for i in range(length)[part]] == list(range(length))
+            assert len(parts) <= ranks
+            assert {len(range(length)[p]) for p in parts[:-1]} <= {-(-length // ranks)}
+
+
+def test_a_linear_layer_is_probed_at_the_rows_that_shards_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_at_84_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return padded_rows(x, weight, bias) * (1 + (len(x) == 84) * 2**-20)
+
+    assert {333, 167, 84, 42, 81, 666} <= set(linear_rows([333]))  # 81: the last of four ranks
+    monkeypatch.setitem(IMPLEMENTATIONS, "padded_rows", wrong_at_84_rows)
+    assert probed("linear", (64, 32), Recorded(F.linear)).choices.linear[64, 32, torch.float32] == "padded_rows"
+    certificate = probed("linear", (64, 32), Recorded(F.linear, tokens=(333,)))
+    assert certificate.verdicts[0].failed_at == "padded_rows: 84 rows from 0"
+    assert certificate.choices.linear[64, 32, torch.float32] == "fixed_tiles"
+
+
+def test_a_forward_is_recorded_with_the_tokens_of_both_streams_and_its_patch_embedding() -> None:
+    recorded = record(lambda: _guided(family_for(sd3_pipeline())))
+    by_name = {str(kind): call for kind, call in recorded.items()}
+    assert by_name["linear 128x128 float32"].tokens == (1, 64, 280)  # time, image, text
+    assert "conv2d 16x16x16 float32" in by_name
 
 
 def test_choices_decide_which_implementation_runs() -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from diffusion_rl.config import EngineConfig, TimestepsForm, Wire
+from diffusion_rl.config import EngineConfig, ParallelConfig, TimestepsForm, Wire
+from diffusion_rl.parallel.layout import layout_of
 from engine_control.errors import InvalidRequestError
 
 EMBEDDED = EngineConfig().model_path
@@ -51,6 +52,26 @@ Dtype = Annotated[
 ]
 Device = Annotated[
     str, typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)
+]
+RANKS = "Several ranks (processes, one device each)"
+
+
+def _rank(*names: str, text: str, least: int | None = None) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, min=least, rich_help_panel=RANKS)  # type: ignore[no-any-return]
+
+
+SpDegree = Annotated[int, _rank(text="Ranks that share a forward's tokens, and inside attention its heads.", least=1)]
+UlyssesDegree = Annotated[int | None, _rank(text="Another name for --sp-degree.", least=1)]
+RingDegree = Annotated[int, _rank(text="Accepted if it is 1: ring attention can't keep the bits.")]
+CfgParallel = Annotated[
+    bool, _rank("--enable-cfg-parallel", text="Half of the ranks computes the negative prompts, half the positive.")
+]
+Guidance = Annotated[
+    Literal["batched", "split"],
+    _rank(text="Without CFG parallelism: both prompts in one forward, or in two with half the activations."),
+]
+ShareDevice = Annotated[
+    bool, _rank("--share-device", text="All ranks on one GPU, through the host: to check bits, not for speed.")
 ]
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
@@ -241,3 +262,18 @@ def picture_size(text: str | None) -> tuple[int, int] | None:
 def chosen_determinism(deterministic: bool | None) -> Literal["auto", "on", "off"]:
     """What `EngineConfig.deterministic` is called for the two flags, or for neither."""
     return "auto" if deterministic is None else "on" if deterministic else "off"
+
+
+def chosen_layout(
+    sp_degree: int,
+    ulysses_degree: int | None = None,
+    ring_degree: int = 1,
+    *,
+    enable_cfg_parallel: bool,
+    guidance: Literal["batched", "split"] = "batched",
+    share_device: bool,
+) -> ParallelConfig:
+    """The ranks that the options ask for; raises where they contradict each other."""
+    config = ParallelConfig(sp_degree, ulysses_degree, ring_degree, enable_cfg_parallel, guidance, share_device)
+    layout_of(config)
+    return config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import typer
 
 from diffusion_rl.cli import options
-from diffusion_rl.config import EngineConfig, ServerConfig
+from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig
 from diffusion_rl.params import Limits
 
-ENGINE, SERVER, LIMITS = EngineConfig(), ServerConfig(), Limits()
+ENGINE, SERVER, LIMITS, RANKS = EngineConfig(), ServerConfig(), Limits(), ParallelConfig()
 MEBIBYTE = 1024 * 1024
 INTERRUPTED = 130  # exit code, as shells have it
 
@@ -22,6 +22,12 @@ def serve(
     device: options.Device = ENGINE.device,
     deterministic: options.Deterministic = None,
     max_batch_size: options.MaxBatchSize = ENGINE.max_batch_size,
+    sp_degree: options.SpDegree = RANKS.sp_degree,
+    ulysses_degree: options.UlyssesDegree = RANKS.ulysses_degree,
+    ring_degree: options.RingDegree = RANKS.ring_degree,
+    enable_cfg_parallel: options.CfgParallel = RANKS.enable_cfg_parallel,
+    guidance: options.Guidance = RANKS.guidance,
+    share_device: options.ShareDevice = RANKS.share_device,
     served_model_name: options.ServedModelName = SERVER.served_model_name,
     rollout_wire: options.RolloutWire = SERVER.rollout_wire,
     lenient_fields: options.LenientFields = SERVER.lenient_fields,
@@ -51,7 +57,17 @@ def serve(
     )
     chosen = options.chosen_model(model, model_path)
     exact = options.chosen_determinism(deterministic)
-    engine_config = EngineConfig(chosen, dtype, device, max_batch_size, deterministic=exact, limits=limits)
+    parallel = options.chosen_layout(
+        sp_degree,
+        ulysses_degree,
+        ring_degree,
+        enable_cfg_parallel=enable_cfg_parallel,
+        guidance=guidance,
+        share_device=share_device,
+    )
+    engine_config = EngineConfig(
+        chosen, dtype, device, max_batch_size, deterministic=exact, parallel=parallel, limits=limits
+    )
     server_config = ServerConfig(
         host=host,
         port=port,

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from diffusion_rl.cli import options
 from diffusion_rl.cli.loading import load_pipeline
-from diffusion_rl.config import EngineConfig, Wire
+from diffusion_rl.config import EngineConfig, ParallelConfig, Wire
+from diffusion_rl.parallel.layout import layout_of
 from engine_control.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1  # exit code
 SHOWN_RATIOS = 10
 WIRE: Wire = "safetensors"
+RANKS = ParallelConfig()
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,18 +87,25 @@ def compare(
     replay: options.Replay = False,
     dtype: options.RecordedDtype = None,
     device: options.Device = "auto",
+    sp_degree: options.SpDegree = RANKS.sp_degree,
+    enable_cfg_parallel: options.CfgParallel = RANKS.enable_cfg_parallel,
+    guidance: options.Guidance = RANKS.guidance,
+    share_device: options.ShareDevice = RANKS.share_device,
     as_json: options.AsJson = False,
 ) -> None:
     """Roll a record's requests out again and compare all bits; exits with 0 if they are equal, 1 if not, 2 on errors.
 
-    Order, batch size and wire may be varied: they must not matter. Where versions, device or weights differ from the
-    record's, equality is not promised; that is said, and compared all the same.
+    Order, batch size, wire and the number of ranks may be varied: they must not matter. Where versions, device or
+    weights differ from the record's, equality is not promised; that is said, and compared all the same.
     """
     from diffusion_rl.verify import Record
     from diffusion_rl.verify import compare as make_comparison
 
     made = Record.load(file)
-    _check_submission(url, wire=wire, max_batch_size=max_batch_size)
+    parallel = options.chosen_layout(
+        sp_degree, enable_cfg_parallel=enable_cfg_parallel, guidance=guidance, share_device=share_device
+    )
+    _check_submission(url, wire=wire, max_batch_size=max_batch_size, parallel=parallel)
     named = model or model_path
     if not replay:
         _refuse_model_beside_url(url, named)
@@ -105,6 +114,7 @@ def compare(
         dtype or made.environment.load_dtype or "auto",
         device,
         max_batch_size or EngineConfig().max_batch_size,
+        parallel=parallel,
     )
     console = Console(stderr=as_json)
     with _source(url, config, console, wire=wire) as source:
@@ -116,6 +126,7 @@ def compare(
     else:
         how = ["one by one" if one_by_one else "together", batch_order]
         how += [] if max_batch_size is None else [f"batches of at most {max_batch_size}"]
+        how += [] if parallel == RANKS else [_described(parallel)]
         how += [] if url is None else [f"over HTTP as {wire or WIRE}"]
         _show(found, console, how=", ".join(how))
     if not found.equal:
@@ -128,7 +139,8 @@ def _source(url: str | None, config: EngineConfig, console: Console, *, wire: Wi
     if url is None:
         with console.status(Text(f"loading {config.model_path}")):
             pipeline = load_pipeline(config)
-        yield pipeline
+        with pipeline:
+            yield pipeline
         return
     from diffusion_rl.client import RolloutClient
 
@@ -191,7 +203,9 @@ def _refuse_model_beside_url(url: str | None, model: str | None) -> None:
         )
 
 
-def _check_submission(url: str | None, *, wire: str | None, max_batch_size: int | None) -> None:
+def _check_submission(
+    url: str | None, *, wire: str | None, max_batch_size: int | None, parallel: ParallelConfig
+) -> None:
     """Refuses options that could have no effect: a comparison that varies nothing would say too much."""
     if url is None and wire is not None:
         raise InvalidRequestError(
@@ -204,6 +218,19 @@ def _check_submission(url: str | None, *, wire: str | None, max_batch_size: int 
             value=max_batch_size,
             hint="Start it with `diffusion-rl serve --max-batch-size`, or leave --url out.",
         )
+    if url is not None and parallel != RANKS:
+        raise InvalidRequestError(
+            "a service has the ranks that it was started with",
+            field="sp_degree",
+            value=parallel.sp_degree,
+            hint="Start it with `diffusion-rl serve --sp-degree`, or leave --url out.",
+        )
+
+
+def _described(parallel: ParallelConfig) -> str:
+    layout = layout_of(parallel)
+    guidance = "parallel" if layout.cfg_degree > 1 else parallel.guidance
+    return f"{layout.ranks} ranks, tokens over {layout.sp_degree}, guidance {guidance}"
 
 
 def _show(found: Comparison, console: Console, *, how: str) -> None:

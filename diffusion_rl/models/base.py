@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ class Defaults:
     max_sequence_length: int
 
 
+BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
+
+
 class ModelFamily(ABC):
     """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
 
@@ -55,6 +59,7 @@ class ModelFamily(ABC):
     pipeline_class_name: ClassVar[str]
     text_first: ClassVar[bool]  # the order of a joint attention sequence
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
+    block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
 
     def __init__(self, pipeline: Any, defaults_folder: Path | None = None) -> None:
         self.pipeline = pipeline
@@ -131,7 +136,7 @@ class ModelFamily(ABC):
 
         def forward(rows: Rows) -> torch.Tensor:
             plan, inputs = self.transformer_inputs(rows)
-            with exact_forward(model, plan, self.choices), arrangement.sharding(plan):
+            with exact_forward(model, plan, self.choices, self.block_forwards), arrangement.sharding(plan):
                 velocity: torch.Tensor = model(**inputs, return_dict=False)[0]
             return velocity
 

@@ -9,6 +9,7 @@ import torch
 
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
+from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
@@ -21,6 +22,7 @@ class QwenImageFamily(ModelFamily):
     pipeline_class_name = "QwenImagePipeline"
     text_first = True
     sequence_spec = SequenceSpec(tables={"image_rotary_emb": ("image", "text")})
+    block_forwards = QWEN_IMAGE_BLOCKS
 
     @property
     def size_multiple(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
+from diffusion_rl.models.fused_blocks import JOINT_TRANSFORMER_BLOCKS
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
@@ -21,6 +22,7 @@ class StableDiffusion3Family(ModelFamily):
     pipeline_class_name = "StableDiffusion3Pipeline"
     text_first = False
     sequence_spec = SequenceSpec()
+    block_forwards = JOINT_TRANSFORMER_BLOCKS
 
     @property
     def size_multiple(self) -> int:

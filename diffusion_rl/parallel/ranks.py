@@ -105,16 +105,17 @@ class NoRanks:
 class OtherRanks:
     """Ranks 1 to n of an engine, each a process of this machine. Rank 0 is the process that made this."""
 
-    def __init__(self, config: EngineConfig, layout: Layout, device: str, *, on_death: OnDeath | None) -> None:
+    def __init__(
+        self, config: EngineConfig, layout: Layout, device: str, *, on_death: OnDeath | None, follower: str
+    ) -> None:
         """Starts the processes, which begin to load the model at once."""
         self.arrangement = Arrangement()
         self._directory = tempfile.TemporaryDirectory(prefix="diffusion-rl-ranks-")  # nobody else may enter it
         share = config.parallel.share_device
         self._devices = [device_of(rank, device, layout, share_device=share) for rank in range(layout.ranks)]
         environment = engine_environment(layout.ranks)
-        self._followers = Followers(
-            FOLLOWER, [environment] * (layout.ranks - 1), on_death=on_death or (lambda error: self._abort())
-        )
+        tell = on_death or (lambda error: self._abort())
+        self._followers = Followers(follower, [environment] * (layout.ranks - 1), on_death=tell)
         self._reports: list[Report | None] = [None] * layout.ranks
         self._timeout_s = config.parallel.collective_timeout_s
         try:

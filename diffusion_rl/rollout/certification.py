@@ -13,6 +13,7 @@ from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.layout import Layout
 from engine_control.errors import EngineError
 from rl_kernels.certify import Certificate, Verdict, certify, record
+from rl_kernels.fused import triton_is_installed
 from rl_kernels.mode import LIBRARY, Choices
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
     if wanted == "off":
-        family.choices = LIBRARY
+        family.choices = _library(family)
         return Exactness(False, None)
-    if family.certificate is None or family.choices is LIBRARY:
+    if family.certificate is None or not family.choices.exact:
         family.decodes_together = _decodes_together(family)
         family.certificate = certify_family(family)
     return _decide(family, family.certificate, wanted)
@@ -81,8 +82,17 @@ def _decide(family: ModelFamily, certificate: Certificate, wanted: str) -> Exact
             hint="Use another dtype or device, or --disable-deterministic-inference.",
         )
     logger.warning("a sample's bits may depend on its batch on %s, because of: %s", certificate.device, refused)
-    family.choices = LIBRARY
+    family.choices = _library(family)
     return Exactness(False, certificate)
+
+
+def _library(family: ModelFamily) -> Choices:
+    """The libraries as they are, around the fused kernels where those run."""
+    return replace(LIBRARY, fused=True) if _can_fuse(family) else LIBRARY
+
+
+def _can_fuse(family: ModelFamily) -> bool:
+    return family.device.type == "cuda" and bool(family.block_forwards) and triton_is_installed()
 
 
 def certify_ranks(
@@ -131,10 +141,31 @@ def certify_family(family: ModelFamily) -> Certificate:
         return certificate
     before, family.choices = family.choices, certificate.choices
     try:
-        verdict = _whole_transformer(family, batch)
+        verdicts = [*certificate.verdicts, _whole_transformer(family, batch)]
+        if _can_fuse(family):
+            verdicts.append(_fused_blocks(family, batch))
+        return Certificate(certificate.device, tuple(verdicts), family.choices)
     finally:
         family.choices = before
-    return Certificate(certificate.device, (*certificate.verdicts, verdict), certificate.choices)
+
+
+def _fused_blocks(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
+    """Takes the fused forwards of the blocks if the whole transformer stays exact with them, under autograd too."""
+    stock = family.choices
+    family.choices = replace(stock, fused=True)
+    found = _whole_transformer(family, batch)
+    failed_at = found.failed_at
+    if found.exact:
+        with torch.no_grad():
+            plain = family.predict(batch)
+        with torch.enable_grad():
+            if not torch.equal(family.predict(batch).detach(), plain):
+                failed_at = "the forward under autograd"
+    name, tried = f"blocks of {type(family.transformer).__name__}", ("fused", "stock")
+    if failed_at is None:
+        return Verdict(name, "fused", tried)
+    family.choices = stock
+    return Verdict(name, "stock", tried, f"fused: {failed_at}")
 
 
 @torch.no_grad()

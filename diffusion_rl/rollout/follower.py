@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 import torch
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
@@ -34,7 +36,7 @@ from diffusion_rl.rollout.decisions import (
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
 from diffusion_rl.rollout.samples import advance_batch, condition, parts_here, plan_request, split, start_samples
-from diffusion_rl.rollout.startup import join_ranks, load_rank, loaded, take_over
+from diffusion_rl.rollout.startup import Loader, join_ranks, load_rank, loaded, take_over
 from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
 
@@ -100,7 +102,8 @@ class Follower:
 class _Life:
     """The two steps of the start, then the follower."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Loader) -> None:
+        self._loader = load
         self._load: Load | None = None
         self._config = EngineConfig()
         self._family: ModelFamily | None = None
@@ -115,7 +118,7 @@ class _Life:
     def _loads(self, load: Load) -> dict[str, str]:
         self._load = load
         self._config = msgspec.convert(load.config, EngineConfig)
-        self._family = load_rank(self._config, load.device)
+        self._family = self._loader(self._config, load.device)
         return loaded(self._family)
 
     def _meets(self, meet: Meet) -> bool:
@@ -130,11 +133,14 @@ class _Life:
         return exactness.enabled
 
 
-def main() -> None:
+def main(load: Loader = load_rank) -> None:
     """Follows until rank 0 closes the connection."""
     connection = connection_from_descriptor(int(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="follower: %(levelname)s %(message)s")
-    follow(connection, _Life().handle)
+    for library in (diffusers_logging, transformers_logging):  # rank 0 loads the same, and says so
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    follow(connection, _Life(load).handle)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ certify together that sharing the work changes no bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -16,11 +17,14 @@ from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.parallel.arrangement import Arrangement, arrange
 from diffusion_rl.parallel.groups import RankGroup, Rendezvous
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
-from diffusion_rl.parallel.ranks import NoRanks, OnDeath, OtherRanks, Ranks
+from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
 from diffusion_rl.rollout.certification import Exactness, certify_ranks, make_exact
 from engine_control.errors import InvalidRequestError
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import Choices
+
+Loader = Callable[[EngineConfig, str], ModelFamily]
+"""`(configuration, device)` -> the model. Another one than `load_rank` needs a follower module that uses it too."""
 
 
 def load_rank(config: EngineConfig, device: str) -> ModelFamily:
@@ -50,11 +54,17 @@ def join_ranks(
     return arrangement, certify_ranks(family, exactness, arrangement, layout, config.deterministic)
 
 
-def start_ranks(config: EngineConfig, *, on_death: OnDeath | None = None) -> tuple[ModelFamily, Exactness, Ranks]:
+def start_ranks(
+    config: EngineConfig,
+    *,
+    on_death: OnDeath | None = None,
+    load: Loader = load_rank,
+    follower: str = FOLLOWER,
+) -> tuple[ModelFamily, Exactness, Ranks]:
     """The loaded model, what certification found, and the other ranks, all of them ready.
 
     `on_death` is called in a thread of its own when a rank ends that wasn't told to; by default whoever waits for it
-    in a collective gets an error.
+    in a collective gets an error. `follower` is the module that the other ranks run.
 
     Raises:
         InvalidRequestError: what `config` asks for can't be; the message names it.
@@ -66,11 +76,11 @@ def start_ranks(config: EngineConfig, *, on_death: OnDeath | None = None) -> tup
         device = "cuda" if torch.cuda.is_available() else "cpu"
     own = device_of(0, device, layout, share_device=config.parallel.share_device)
     if layout.ranks == 1:
-        family = load_rank(config, own)
+        family = load(config, own)
         return family, make_exact(family, config.deterministic), NoRanks(one_rank(family, config))
-    others = OtherRanks(config, layout, device, on_death=on_death)
+    others = OtherRanks(config, layout, device, on_death=on_death, follower=follower)
     try:
-        family = load_rank(config, own)
+        family = load(config, own)
         exactness = make_exact(family, config.deterministic)
         meeting = others.meeting(loaded(family), exact=exactness.enabled, choices=plain(family.choices))
         others.arrangement, exactness = join_ranks(family, exactness, config, rank=0, meeting=meeting)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from diffusion_rl.server.middleware import BodyLimit, CountRequests, EndAtShutdo
 from diffusion_rl.server.problem import install_error_handlers
 from diffusion_rl.server.routes import ROLLOUT_PATH, health_router, info_router, rollout_router
 from diffusion_rl.server.service import RolloutService
-from engine_control.errors import EngineUnavailableError
+from engine_control.errors import EngineUnavailableError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT. Afterwards the engine process is gone too.
 
     Raises:
+        InvalidRequestError: the address can't be listened on, and no engine was started.
         EngineUnavailableError: the engine failed to start; its last lines stand in the message.
     """
+    listener = _listen(server_config.host, server_config.port)
     failures: list[EngineUnavailableError] = []
 
     def give_up(error: EngineUnavailableError) -> None:
@@ -99,9 +103,30 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         ),
         app.state.requests,
     )
-    server.run()
+    with listener:
+        server.run(sockets=[listener])
     if failures:
         raise failures[0]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket bound to that address, before anything else is started that would have to be undone."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        used = error.errno == errno.EADDRINUSE
+        raise InvalidRequestError(
+            f"can't listen on {host} port {port}: " + ("another program does" if used else str(error)),
+            code="bad_address",
+            field="port" if used else "host",
+            value=port if used else host,
+            hint="Stop the other program, or choose another --port." if used else "Choose another --host.",
+        ) from error
+    return listener
 
 
 def _log_config() -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """Finds out, on the actual device, whether the bits of a row depend on the batch, operation by operation.
 
 `record` runs a model's forward and notes every distinct class of operation in it. `certify` then probes each class with
-random inputs: the whole batch against slices of it, at several sizes and offsets, and attention also against a subset
-of its heads (as sequence parallelism hands them out). Where an operation has several implementations it takes the first
-one that passes. The table says by name what can't be made exact.
+random inputs: the whole batch against slices of it, at several sizes and offsets, and against the shards that sequence
+parallelism makes of it (heads of an attention, tokens of everything else). Where an operation has several
+implementations it takes the first one that passes. The table says by name what can't be made exact.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from rl_kernels.attention import attention
 from rl_kernels.linear import IMPLEMENTATIONS
 from rl_kernels.mode import EXACT, Choices, exact_mode, observing
+from rl_kernels.verdict_cache import Question, Verdict, VerdictCache, find_verdict
 
 ROWWISE: dict[Callable[..., Any], str] = {
     F.layer_norm: "layer_norm",
     F.rms_norm: "rms_norm",
     F.group_norm: "group_norm",
+    F.conv2d: "conv2d",
     F.silu: "silu",
     F.gelu: "gelu",
     F.softmax: "softmax",
@@ -42,6 +44,8 @@ ROWWISE: dict[Callable[..., Any], str] = {
 POSITIVE = ("rsqrt", "pow")  # defined, or interesting, for positive numbers
 SLICES = ((0, 1), (0, 2), (1, 3), (2, 5), (3, 8))  # [start, end) of a batch of 8
 BATCH = 8
+RANKS = (2, 4, 8)  # the degrees of sequence parallelism whose shards are probed
+WHOLE_SAMPLES = ("conv2d", "group_norm")  # their second axis isn't one of tokens
 LINEAR_ROWS = (*range(1, 34), 48, 64, 77, 100, 128, 200, 257, 512, 777, 1024)
 # In order of preference, not of measured time: two processes on equal machines must choose alike, or a trainer's
 # forward would not have the rollout's bits.
@@ -65,26 +69,15 @@ class OperationClass:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A class as a forward used it: the function, and its arguments behind the first."""
+    """A class as a forward used it: the function, and its arguments behind the first.
+
+    tokens: for a linear layer, every number of rows that one sample brought to it.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found for one class. implementation is the first that passed; None: none did."""
-
-    operation: str
-    implementation: str | None
-    tried: tuple[str, ...]
-    failed_at: str | None = None
-    microseconds: float | None = None
-
-    @property
-    def exact(self) -> bool:
-        return self.implementation is not None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +97,11 @@ class Certificate:
         """The operations that no implementation makes exact here, by name."""
         return tuple(v.operation for v in self.verdicts if not v.exact)
 
+    @property
+    def cached(self) -> int:
+        """How many verdicts an earlier process had found."""
+        return sum(v.cached for v in self.verdicts)
+
 
 def record(forward: Callable[[], object]) -> dict[OperationClass, Recorded]:
     """Every distinct class of watched operation that runs in exact mode during `forward()`."""
@@ -112,7 +110,9 @@ def record(forward: Callable[[], object]) -> dict[OperationClass, Recorded]:
     def note(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = _classify(function, args, kwargs)
         if found is not None:
-            seen.setdefault(*found)
+            kind, call = found
+            earlier = seen.get(kind, call)
+            seen[kind] = replace(earlier, tokens=tuple(sorted({*earlier.tokens, *call.tokens})))
 
     with observing(note), torch.no_grad():
         forward()
@@ -124,35 +124,42 @@ def certify(
     device: torch.device,
     *,
     linears: Sequence[str] = LINEAR_CANDIDATES,
+    cache: VerdictCache | None = None,
 ) -> Certificate:
     """Probes each class on `device`, under the library switches of exact mode.
 
-    A process remembers what it found for a class, device and thread count; `forget` makes it look again.
+    A process remembers what it found (`verdict_cache.forget` makes it look again); with a `cache`, later processes on
+    equal machines do too.
     """
     verdicts: list[Verdict] = []
     linear_choices: dict[tuple[int, int, torch.dtype], str] = {}
     per_sample: set[tuple[int, int, torch.dtype]] = set()
-    threads = torch.get_num_threads()
     with torch.no_grad(), exact_mode():
         for kind, call in recorded.items():
-            if kind.operation == "linear":
-                verdict = _certify_linear(kind, device, threads, tuple(linears))
-                if verdict.implementation is not None:
-                    linear_choices[(*kind.shape, kind.dtype)] = verdict.implementation  # type: ignore[index]
-            elif kind.operation == "attention":
-                verdict = _certify_attention(kind, device, threads)
-                if verdict.implementation == "per_sample":
-                    per_sample.add((kind.shape[0], kind.shape[2], kind.dtype))
-            else:
-                verdict = _certify_rowwise(kind, call, device)
+            question, probe = _asked(kind, call, device, tuple(linears))
+            verdict = find_verdict(question, device, probe, cache=cache)
             verdicts.append(verdict)
-    return Certificate(str(device), tuple(verdicts), Choices(linear_choices, frozenset(per_sample)))
+            if kind.operation == "linear" and verdict.implementation is not None:
+                k, n = kind.shape
+                linear_choices[k, n, kind.dtype] = verdict.implementation
+            elif kind.operation == "attention" and verdict.implementation == "per_sample":
+                heads, _, d = kind.shape
+                per_sample |= {(heads // ranks, d, kind.dtype) for ranks in (1, *RANKS) if heads % ranks == 0}
+    choices = Choices(linear=linear_choices, attention_per_sample=frozenset(per_sample))
+    return Certificate(str(device), tuple(verdicts), choices)
 
 
-def forget() -> None:
-    """Drops what this process remembers of earlier probes."""
-    _certify_linear.cache_clear()
-    _certify_attention.cache_clear()
+def shards(length: int, ranks: int) -> list[slice]:
+    """`length` cut for `ranks` ranks: parts of ceil(length / ranks), the last one shorter; empty ones left out."""
+    size = -(-length // ranks)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def linear_rows(tokens: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of rows at which a linear layer is probed: `LINEAR_ROWS`, and those of one sample of that many tokens
+    and of its shards, with and without guidance (two rows of the batch, or one)."""
+    parts = {part.stop - part.start for t in tokens for ranks in (1, *RANKS) for part in shards(t, ranks)}
+    return tuple(sorted({*LINEAR_ROWS, *parts, *(2 * part for part in parts)}))
 
 
 def _classify(
@@ -160,9 +167,10 @@ def _classify(
 ) -> tuple[OperationClass, Recorded] | None:
     """The class of a call and what is needed to probe it; None if it isn't one that is watched."""
     if function is F.linear:
+        x = args[0] if args else kwargs["input"]
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         kind = OperationClass("linear", (weight.shape[1], weight.shape[0]), weight.dtype)
-        return kind, Recorded(function)
+        return kind, Recorded(function, tokens=(x.shape[1:-1].numel(),))
     if function is F.scaled_dot_product_attention:
         query = args[0] if args else kwargs["query"]
         kind = OperationClass("attention", tuple(query.shape[1:]), query.dtype)
@@ -176,15 +184,42 @@ def _classify(
     return OperationClass(name, tuple(x.shape[1:]), x.dtype), Recorded(function, args[1:], kwargs)
 
 
-@lru_cache(maxsize=4096)
-def _certify_linear(kind: OperationClass, device: torch.device, threads: int, names: tuple[str, ...]) -> Verdict:
+def _asked(
+    kind: OperationClass, call: Recorded, device: torch.device, linears: tuple[str, ...]
+) -> tuple[Question, Callable[[], Verdict]]:
+    """The question about a class, with all that the answer depends on, and the probe that answers it."""
+    if kind.operation == "linear":
+        rows = linear_rows(call.tokens)
+        details = f"{rows} {[_name(IMPLEMENTATIONS[name]) for name in linears]}"
+        return Question(str(kind), linears, details), partial(_certify_linear, kind, device, linears, rows)
+    if kind.operation == "attention":
+        candidates = ("library", "per_sample")
+        return Question(str(kind), candidates, _name(attention)), partial(_certify_attention, kind, device, candidates)
+    arguments = [_described(a) for a in call.args] + [f"{k}={_described(v)}" for k, v in sorted(call.kwargs.items())]
+    details = f"{_name(call.function)}({', '.join(arguments)})"
+    return Question(str(kind), ("library",), details), partial(_certify_rowwise, kind, call, device)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _described(argument: object) -> str:
+    if isinstance(argument, torch.Tensor):
+        return f"{tuple(argument.shape)} {argument.dtype}"
+    return repr(argument)
+
+
+def _certify_linear(
+    kind: OperationClass, device: torch.device, names: tuple[str, ...], sizes: tuple[int, ...]
+) -> Verdict:
     k, n = kind.shape
-    x, weight, bias = (_random(shape, kind, device) for shape in ((max(LINEAR_ROWS), k), (n, k), (n,)))
+    x, weight, bias = (_random(shape, kind, device) for shape in ((max(sizes), k), (n, k), (n,)))
     failure = None
     for name in names:
         implementation = IMPLEMENTATIONS[name]
         whole = implementation(x, weight, bias)
-        parts = [slice(s, s + rows) for rows in LINEAR_ROWS for s in (0, 13) if s + rows <= len(x)]
+        parts = [slice(s, s + rows) for rows in sizes for s in (0, 13) if s + rows <= len(x) and rows < len(x)]
         wrong = next((p for p in parts if not torch.equal(implementation(x[p], weight, bias), whole[p])), None)
         if wrong is None:
             microseconds = _time(partial(implementation, x, weight, bias), device)
@@ -193,19 +228,17 @@ def _certify_linear(kind: OperationClass, device: torch.device, threads: int, na
     return Verdict(str(kind), None, names, failure)
 
 
-@lru_cache(maxsize=4096)
-def _certify_attention(kind: OperationClass, device: torch.device, threads: int) -> Verdict:
+def _certify_attention(kind: OperationClass, device: torch.device, names: tuple[str, ...]) -> Verdict:
     heads, tokens, d = kind.shape
-    q, k, v = (_random((BATCH, heads, tokens, d), kind, device, seed) for seed in range(3))
-    names, failure, half = ("library", "per_sample"), None, max(heads // 2, 1)
+    tensors = tuple(_random((BATCH, heads, tokens, d), kind, device, seed) for seed in range(3))
+    failure = None
     for name in names:
         attend = partial(attention, per_sample=name == "per_sample")
-        whole = attend(q, k, v)
-        wrong = _first_differing_slice(partial(_attend_slice, attend, (q, k, v)), whole)
-        if wrong is None and not torch.equal(attend(q[:, :half], k[:, :half], v[:, :half]), whole[:, :half]):
-            wrong = f"the first {half} of {heads} heads"
+        whole = attend(*tensors)
+        wrong = _first_differing_slice(partial(_attend_slice, attend, tensors), whole)
+        wrong = wrong or _first_differing_heads(attend, tensors, whole)
         if wrong is None:
-            return Verdict(str(kind), name, names, failure, round(_time(partial(attend, q, k, v), device), 1))
+            return Verdict(str(kind), name, names, failure, round(_time(partial(attend, *tensors), device), 1))
         failure = failure or f"{name}: {wrong}"
     return Verdict(str(kind), None, names, failure)
 
@@ -216,12 +249,71 @@ def _attend_slice(
     return attend(*(x[start:end] for x in tensors))
 
 
+def _first_differing_heads(
+    attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], whole: torch.Tensor
+) -> str | None:
+    """Each rank's heads, for the whole batch and for one sample, in memory of their own as ranks have them."""
+    heads = whole.shape[1]
+    for ranks in (r for r in RANKS if heads % r == 0):
+        for part in shards(heads, ranks):
+            for samples in (slice(None), slice(1, 2)):
+                out = attend(*(x[samples, part].contiguous() for x in tensors))
+                if not torch.equal(out, whole[samples, part]):
+                    return f"heads {part.start} to {part.stop - 1} of {heads}"
+    return None
+
+
 def _certify_rowwise(kind: OperationClass, call: Recorded, device: torch.device) -> Verdict:
     x = _random((BATCH, *kind.shape), kind, device)
     x = x.abs() + 0.1 if kind.operation in POSITIVE else x
-    whole = call.function(x, *call.args, **call.kwargs)
-    wrong = _first_differing_slice(lambda a, b: call.function(x[a:b], *call.args, **call.kwargs), whole)
+
+    def compute(part: torch.Tensor) -> torch.Tensor:
+        return call.function(part, *call.args, **call.kwargs)
+
+    whole = compute(x)
+    wrong = _first_differing_slice(lambda a, b: compute(x[a:b]), whole)
+    for axis in _token_axes(kind, call, whole):
+        wrong = wrong or _first_differing_tokens(compute, x, whole, axis)
     return Verdict(str(kind), None if wrong else "library", ("library",), wrong)
+
+
+def _token_axes(kind: OperationClass, call: Recorded, whole: torch.Tensor) -> Iterator[int]:
+    """The axes between batch and features along which a sequence shard may cut the operation's input."""
+    if kind.operation in WHOLE_SAMPLES:
+        return
+    for axis in range(1, len(kind.shape)):
+        reduced = _reduced_axes(kind, call)
+        if axis not in reduced and axis < whole.dim() and whole.shape[axis] == kind.shape[axis - 1]:
+            yield axis
+
+
+def _reduced_axes(kind: OperationClass, call: Recorded) -> set[int]:
+    """The axes that the operation sums over, so that no rank can compute it from a part of them."""
+    dims = len(kind.shape) + 1
+    if kind.operation in ("layer_norm", "rms_norm"):
+        normalized = call.kwargs.get("normalized_shape", call.args[0] if call.args else ())
+        return set(range(dims - len(normalized), dims))
+    position = {"mean": 0, "softmax": 0, "log_softmax": 0, "norm": 1}.get(kind.operation)
+    if position is None:
+        return set()
+    given = call.kwargs.get("dim", call.args[position] if len(call.args) > position else None)
+    if given is None:
+        return set(range(dims))
+    return {axis % dims for axis in ([given] if isinstance(given, int) else given)}
+
+
+def _first_differing_tokens(
+    compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, whole: torch.Tensor, axis: int
+) -> str | None:
+    """Each rank's tokens, for the whole batch and for one sample, in memory of their own as ranks have them."""
+    length = x.shape[axis]
+    for ranks in RANKS:
+        for part in shards(length, ranks):
+            cut = (slice(None),) * (axis - 1) + (part,)
+            for samples in (slice(None), slice(1, 2)):
+                if not torch.equal(compute(x[samples, *cut].contiguous()), whole[samples, *cut]):
+                    return f"tokens {part.start} to {part.stop - 1} of {length} (axis {axis})"
+    return None
 
 
 def _random(shape: tuple[int, ...], kind: OperationClass, device: torch.device, seed: int = 0) -> torch.Tensor:
@@ -237,7 +329,7 @@ def _first_differing_slice(compute: Callable[[int, int], torch.Tensor], whole: t
     return None
 
 
-def _time(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def _time(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
     """Median microseconds of a call, after one that warms up."""
     call()
     taken = []

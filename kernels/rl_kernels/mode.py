@@ -31,13 +31,14 @@ class Choices:
 
     linear: by (K, N, dtype), a name of `linear.IMPLEMENTATIONS`; attention_per_sample: classes (heads, D, dtype) that
     are attended row by row. What isn't listed gets `default_linear`, and one call for all rows. exact=False leaves
-    the process's library switches alone.
+    the process's library switches alone. fused: `exact_forward` uses the fused forwards that it is given.
     """
 
     linear: Mapping[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
     attention_per_sample: frozenset[tuple[int, int, torch.dtype]] = frozenset()
     default_linear: str = "padded_rows"
     exact: bool = True
+    fused: bool = False
 
 
 EXACT = Choices()

@@ -1,0 +1,1 @@
+"""Triton source, one file an operation. Imported by the first launch, never before: Triton is optional."""
