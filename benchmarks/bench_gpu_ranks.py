@@ -26,7 +26,7 @@ from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.startup import start_ranks
 from diffusion_rl.sample import RolloutSample
-from rl_kernels.certify import forget
+from rl_kernels.verdict_cache import forget
 
 FOLLOWER = "benchmarks.full_size_follower"
 LIMIT = (

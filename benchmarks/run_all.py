@@ -1,7 +1,7 @@
 """Runs all benchmarks, one after the other, each in a process of its own: `python -m benchmarks.run_all`.
 
-Needs a quiet machine and, on two cores, some ten minutes. The processes get the thread settings that the service gives
-its engine process (`OMP_NUM_THREADS` if it is set, else all cores; passive waiting).
+Needs a quiet machine and, on two cores, some fifteen minutes. The processes get the thread settings that the service
+gives its engine process (`OMP_NUM_THREADS` if it is set, else all cores; passive waiting).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NAMES = (
     "exactness_cost",
     "encoding",
     "memory",
+    "ranks",
 )
 
 

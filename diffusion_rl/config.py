@@ -10,6 +10,23 @@ from diffusion_rl.params import Limits
 
 Wire = Literal["json", "msgpack", "safetensors"]
 TimestepsForm = Literal["full", "filtered"]
+# Environment variables by which the libraries below choose other kernels begin with one of these.
+KERNEL_SETTINGS = ("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "KMP_", "MKL_", "NVIDIA_TF32", "ONEDNN_", "TORCH_")
+
+
+def default_verdict_cache() -> str | None:
+    """Where verdicts are kept: `DIFFUSION_RL_VERDICT_CACHE` (`off` or empty: nowhere), else the user's cache folder."""
+    named = os.environ.get("DIFFUSION_RL_VERDICT_CACHE")
+    if named is not None:
+        return None if named in ("", "off") else named
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    return os.path.join(base, "diffusion-rl") if os.path.isabs(base) else None
+
+
+def kernel_settings() -> dict[str, str]:
+    """Environment variables by which libraries choose other kernels: verdicts depend on them."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(KERNEL_SETTINGS)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,8 @@ class EngineConfig:
     prompt_cache_size: encoded prompts kept for the next group that asks for them.
     deterministic: `auto` is exact mode wherever the model is certified for it on its device; `on` insists on it, and
         fails at start-up by name where it can't be had; `off` leaves the libraries as they are.
+    cuda_graphs: on a GPU, forwards of few rows are captured and replayed; the bits are the same.
+    verdict_cache: the folder in which certification keeps what it found for later starts; None: nowhere.
     """
 
     model_path: str = "embedded"
@@ -52,7 +71,9 @@ class EngineConfig:
     max_batch_size: int = 32
     prompt_cache_size: int = 256
     deterministic: Literal["auto", "on", "off"] = "auto"
+    cuda_graphs: bool = True
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    verdict_cache: str | None = field(default_factory=default_verdict_cache)
     limits: Limits = field(default_factory=Limits)
 
 

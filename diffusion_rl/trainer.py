@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, family_for
-from diffusion_rl.rollout.certification import NotExactError, make_exact
+from diffusion_rl.rollout.certification import NotExactError, cache_of, make_exact
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan, exact_forward, exact_mode
 from rl_kernels.mode import Choices
@@ -31,15 +32,15 @@ TEXT, MASK, LATENTS = "encoder_hidden_states", "encoder_hidden_states_mask", "hi
 def certified_family(pipeline: Any, defaults_folder: Path | None = None) -> ModelFamily:
     """The family of a trainer's own diffusers pipeline, certified on the transformer's device.
 
-    On equal machines it makes the choices that a rollout engine makes there. Sets the pipeline's modules to eval.
-    Attach adapters first: what is there is what is probed.
+    On equal machines it makes the choices that a rollout engine makes there, and shares its verdict cache. Sets the
+    pipeline's modules to eval. Attach adapters first: what is there is what is probed.
 
     Raises:
         NotExactError: an operation of this model can't be made exact on this device; the message names it.
         InvalidRequestError: no family serves pipelines of that class.
     """
     family = family_for(pipeline, defaults_folder)
-    make_exact(family, "on")
+    make_exact(family, "on", cache=cache_of(EngineConfig()))
     return family
 
 

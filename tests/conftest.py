@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,16 @@ class Service:
             return self.http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test writes to the home folder, and engines (of other processes too) find what earlier ones have probed.
+
+    Set before any test module is imported, for some copy the environment then.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="diffusion-rl-verdicts-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["DIFFUSION_RL_VERDICT_CACHE"] = folder.name
 
 
 @pytest.fixture(scope="session")

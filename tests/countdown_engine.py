@@ -10,10 +10,10 @@ import time
 
 import torch
 
+from engine_control.child import connection_from_descriptor
 from engine_control.engine import Finished
 from engine_control.errors import EngineError, InvalidRequestError
 from engine_control.step_loop import StepLoop
-from engine_control.child import connection_from_descriptor
 from engine_control.worker import EngineWorker
 
 

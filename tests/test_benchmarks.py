@@ -17,6 +17,7 @@ from benchmarks import (
     bench_kernels,
     bench_memory,
     bench_prefix_sharing,
+    bench_ranks,
     bench_rollout,
     bench_step_batching,
     profile_step,
@@ -43,6 +44,10 @@ SMALLEST = {
     "exactness_cost": (bench_exactness_cost.main, "--rows 2"),
     "prefix_sharing": (bench_prefix_sharing.main, "--groups 2 --first-steps 1 --steps 2"),
     "rollout": (bench_rollout.main, "--groups 1,2 --steps 1 --matmul-size 64"),
+    "ranks": (
+        bench_ranks.main,
+        "--cases wide --layouts sp2 --group 1 --steps 1 --width 64 --layers 1 --size 64",
+    ),
     "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
     "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
     "memory": (

@@ -18,13 +18,15 @@ from rl_kernels.attention import attention
 from rl_kernels.certify import ROWWISE, OperationClass, Recorded, certify, linear_rows, record, shards
 from rl_kernels.linear import IMPLEMENTATIONS, fixed_tiles, library_call, padded_rows
 from rl_kernels.mode import EXACT, LIBRARY, Choices, exact_mode, observing
+from rl_kernels.reduce import folded_mean
 from rl_kernels.verdict_cache import forget
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DIFFUSION_RL_VERDICT_CACHE", "off")
     forget()
     yield
     forget()
@@ -89,9 +91,9 @@ def test_a_linear_layer_that_nothing_makes_exact_is_refused(monkeypatch: pytest.
 
 
 def _guided(family: Any) -> torch.Tensor:
-    from diffusion_rl.rollout.certification import _batch
+    from diffusion_rl.rollout.certification import probe_batch
 
-    return family.predict(_batch(family))
+    return family.predict(probe_batch(family))
 
 
 def probed(operation: str, shape: tuple[int, ...], call: Recorded) -> Any:
@@ -140,7 +142,7 @@ def test_an_operation_that_depends_on_how_many_tokens_stand_beside_is_found() ->
         return F.silu(x) * (1 + (x.shape[1] == 2) * 2**-20)
 
     certificate = probed("silu", (10, 64), Recorded(depends_on_tokens))
-    assert certificate.verdicts[0].failed_at == "tokens 0 to 1 of 10 (axis 1)"
+    assert certificate.verdicts[0].failed_at == "library: tokens 0 to 1 of 10 (axis 1)"
     assert probed("silu", (10, 64), Recorded(F.silu)).exact
 
 
@@ -149,7 +151,7 @@ def test_the_last_and_shorter_shard_is_probed_too() -> None:
         return F.silu(x) * (1 + (x.shape[1] == 1) * 2**-20)
 
     assert probed("silu", (13, 64), Recorded(depends_on_tokens)).verdicts[0].failed_at == (
-        "tokens 12 to 12 of 13 (axis 1)"
+        "library: tokens 12 to 12 of 13 (axis 1)"
     )
 
 
@@ -175,6 +177,31 @@ def test_an_axis_that_is_summed_over_is_not_cut_into_shards(
 ) -> None:
     certificate = probed(operation, shape, call)
     assert certificate.exact, certificate.verdicts
+
+
+def test_a_mean_that_depends_on_how_many_rows_there_are_is_folded_instead() -> None:
+    def depends_on_rows(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+        return torch.Tensor.mean(x, dim, keepdim=keepdim) * (1 + (x.shape[0] == 1) * 2**-20)
+
+    certificate = probed("mean", (6, 320), Recorded(depends_on_rows, (-1,), {"keepdim": True}))
+    assert certificate.exact
+    assert certificate.verdicts[0].implementation == "folded"
+    assert certificate.verdicts[0].failed_at == "library: samples 0 to 0 of 8"
+    assert certificate.choices.folded_means == {(320, torch.float32)}
+    x = torch.randn(3, 5, 320)
+    with exact_mode(choices=certificate.choices):
+        folded = x.mean(-1, keepdim=True)
+        assert torch.equal(x[1:2].mean(dim=-1), folded[1:2, :, 0])
+        assert torch.equal(x.mean(1), torch.Tensor.mean(x, 1))
+    assert torch.equal(folded, folded_mean(x, keepdim=True))
+    assert torch.allclose(folded, x.mean(-1, keepdim=True), atol=1e-6)
+
+
+def test_a_mean_over_other_axes_has_no_other_way() -> None:
+    def depends_on_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.Tensor.mean(x, dim) * (1 + (x.shape[0] == 1) * 2**-20)
+
+    assert not probed("mean", (6, 320), Recorded(depends_on_rows, (1,))).exact
 
 
 def test_shards_cover_every_token_once_and_only_the_last_is_shorter() -> None:

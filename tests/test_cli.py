@@ -378,7 +378,7 @@ class TestDemo:
         )
         try:
             deadline = time.monotonic() + 60
-            while not (log.exists() and "Uvicorn running" in log.read_text()):
+            while not (log.exists() and "Application startup complete" in log.read_text()):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             service = int(log.read_text().split("server process [")[1].split("]")[0])

@@ -47,7 +47,10 @@ def request(**fields: Any) -> RolloutParams:
 # --- batching --------------------------------------------------------------------------------------------------------
 
 
-def test_requests_of_other_prompts_kinds_steps_and_guidance_scales_share_a_forward(pipeline: RolloutPipeline) -> None:
+def test_requests_of_other_prompts_kinds_steps_and_guidance_scales_share_a_forward(
+    pipeline: RolloutPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusion_rl.rollout.engine.WORK_BUDGET_S", 60.0)  # on a busy machine five prompts take long
     engine = RolloutEngine(pipeline.engine.family)
     requests = {
         "a": request(prompt="cat", seed=3),
@@ -351,6 +354,14 @@ def test_samples_that_parted_from_a_trunk_share_no_memory(pipeline: RolloutPipel
 
 
 # --- lifetime --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_request_and_the_thousandth_have_the_same_bits(pipeline: RolloutPipeline) -> None:
+    tiny = {"height": 32, "width": 32, "num_inference_steps": 1, "output_type": "latent"}
+    first = pipeline("cat", seed=7, **tiny)[0]
+    for number in range(998):
+        pipeline(f"dog {number % 7}", seed=number, **tiny)
+    assert_same_bits(pipeline("cat", seed=7, **tiny)[0], first)
 
 
 def test_an_aborted_request_leaves_the_batch_at_once(pipeline: RolloutPipeline) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, sd3_pipeline
+from tiny_models import qwen_image_pipeline, save, sd3_pipeline
 
 from diffusion_rl import RolloutPipeline
+from diffusion_rl.config import EngineConfig, ParallelConfig
+from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise, random_words
 from diffusion_rl.schedulers import step_kinds
 from rl_kernels import exact_mode, linear, row_sum
@@ -128,3 +131,67 @@ def test_attention_does_not_depend_on_the_batch_or_the_heads() -> None:
 def test_a_row_sum_does_not_depend_on_the_batch() -> None:
     x = torch.randn(24, 65536, device="cuda")
     assert torch.equal(row_sum(x[5:6]), row_sum(x)[5:6])
+
+
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline])
+def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> None:
+    pipelines = [
+        RolloutPipeline(copy.deepcopy(build(torch.bfloat16)).to("cuda"), config=EngineConfig(cuda_graphs=graphs))
+        for graphs in (True, False)
+    ]
+    runner = pipelines[0].engine.family.runner
+    assert isinstance(runner, CudaGraphs)
+    guided = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    for count in (1, 3):
+        replayed, eager = (p("a cat", seed=5, num_outputs_per_prompt=count, **FULL, **guided) for p in pipelines)
+        for one, other in zip(replayed, eager, strict=True):
+            assert_same_bits(one, other)
+    assert runner.replayed > 0
+
+
+def test_weights_that_are_written_in_place_are_read_by_the_next_replay() -> None:
+    pipeline = RolloutPipeline(copy.deepcopy(sd3_pipeline(torch.bfloat16)).to("cuda"))
+    runner = pipeline.engine.family.runner
+    assert isinstance(runner, CudaGraphs)
+    before = pipeline("cat", seed=1, **FULL)[0]
+    with torch.no_grad():
+        for parameter in pipeline.transformer.parameters():
+            parameter.mul_(1.01)
+    fresh = RolloutPipeline(copy.deepcopy(pipeline.engine.family.pipeline), config=EngineConfig(cuda_graphs=False))
+    replayed = runner.replayed
+    after = pipeline("cat", seed=1, **FULL)[0]
+    assert runner.replayed > replayed
+    assert_same_bits(after, fresh("cat", seed=1, **FULL)[0])
+    assert not torch.equal(after.generated_latents, before.generated_latents)
+
+
+def test_a_forward_too_large_to_gain_by_it_is_never_captured() -> None:
+    pipeline = RolloutPipeline(copy.deepcopy(sd3_pipeline(torch.bfloat16)).to("cuda"))
+    pipeline.engine.family.runner = small = CudaGraphs(max_tokens=1)
+    pipeline("cat", seed=1, **FULL)
+    assert (small.captured, small.replayed) == (0, 0)
+
+
+@pytest.mark.parametrize("parallel", [{"sp_degree": 2}, {"enable_cfg_parallel": True}], ids=str)
+def test_ranks_that_share_one_gpu_have_the_bits_of_one_device(parallel: Any, tmp_path: Path) -> None:
+    folder = str(save(copy.deepcopy(sd3_pipeline(torch.bfloat16, dual_attention=True)), tmp_path))
+    alone = RolloutPipeline.from_config(EngineConfig(folder, dtype="bfloat16", device="cuda"))
+    shared = ParallelConfig(**parallel, share_device=True)
+    with RolloutPipeline.from_config(EngineConfig(folder, dtype="bfloat16", device="cuda", parallel=shared)) as ranks:
+        assert ranks.engine.exactness.enabled
+        for pipelines in (alone, ranks):
+            pipelines("a dog", seed=1, num_outputs_per_prompt=3, **FULL)
+        for one, other in zip(alone("cat", seed=4, **FULL), ranks("cat", seed=4, **FULL), strict=True):
+            assert_same_bits(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", [{"sp_degree": 2}, {"enable_cfg_parallel": True}], ids=str)
+def test_ranks_on_gpus_of_their_own_have_the_bits_of_one_device(parallel: Any, tmp_path: Path) -> None:
+    folder = str(save(copy.deepcopy(sd3_pipeline(torch.bfloat16, dual_attention=True)), tmp_path))
+    alone = RolloutPipeline.from_config(EngineConfig(folder, dtype="bfloat16", device="cuda"))
+    config = EngineConfig(folder, dtype="bfloat16", device="cuda", parallel=ParallelConfig(**parallel))
+    with RolloutPipeline.from_config(config) as ranks:
+        for _ in range(2):
+            for one, other in zip(alone("cat", seed=4, **FULL), ranks("cat", seed=4, **FULL), strict=True):
+                assert_same_bits(one, other)

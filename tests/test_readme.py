@@ -12,12 +12,19 @@ from diffusion_rl.schedulers import step_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def example(name: str) -> str:
     found = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
     assert found, name
     return found.group(1)
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_the_python_example_runs() -> None:
@@ -30,11 +37,28 @@ def test_the_http_example_runs(embedded_service: str, capsys: pytest.CaptureFixt
     assert "torch.Size([11, 4, 16, 16])" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("document", ["README.md", "AGENTS.md"])
-def test_every_link_and_picture_exists(document: str) -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / document).read_text())
-    for link in links:
-        assert (ROOT / link).exists(), link
+def test_the_example_of_ranks_runs_and_shows_what_each_has_done(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(example("ranks"), "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("bytes_sent") == 2
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_and_picture_exists(document: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", document.read_text())
+    for link, heading in links:
+        target = document.parent / link if link else document
+        assert target.exists(), link
+        assert not heading or heading in headings(target), f"{link}#{heading}"
+
+
+def test_every_room_that_the_readme_shows_exists() -> None:
+    """Names of files in the drawings of "How it is built"."""
+    chapter = README.split("## How it is built")[1].split("\n## ")[0]
+    drawn = set(re.findall(r"[\w/]+\.py", chapter))
+    assert len(drawn) > 20
+    files = [path for package in ("diffusion_rl", "engine_control") for path in (ROOT / package).rglob("*.py")]
+    for name in drawn:
+        assert any(str(path).endswith(f"/{name}") for path in files), name
 
 
 def test_all_step_kinds_and_families_are_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -16,7 +17,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import free_port, start_service, stop_service
+from equality import assert_same_bits
+from tiny_models import sd3_pipeline
 
+from diffusion_rl import RolloutPipeline
+from diffusion_rl.cli.doctor import _certificate
+from diffusion_rl.cli.service_process import running_service
+from diffusion_rl.config import EngineConfig, ParallelConfig, default_verdict_cache, kernel_settings
+from diffusion_rl.models import family_for
+from diffusion_rl.models.loading import load_pipeline
+from diffusion_rl.rollout.certification import make_exact
 from rl_kernels import verdict_cache
 from rl_kernels.certify import Certificate, OperationClass, Recorded, certify
 from rl_kernels.linear import IMPLEMENTATIONS, padded_rows
@@ -278,3 +289,115 @@ def test_a_modules_structure_is_its_classes_names_shapes_and_dtypes_but_not_its_
     assert structure_digest(net()) == structure_digest(net())
     others = [net(width=16), net(dtype=torch.bfloat16), net(act=torch.nn.GELU), torch.nn.Sequential(net())]
     assert structure_digest(net()) not in {structure_digest(other) for other in others}
+
+
+def test_a_modules_structure_is_the_same_wherever_it_was_loaded_from(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("here", "there"):
+        sd3_pipeline().save_pretrained(tmp_path / name)
+        loaded, _ = load_pipeline(str(tmp_path / name))
+        digests.add((structure_digest(loaded.transformer), structure_digest(loaded.vae)))
+    in_memory = sd3_pipeline()
+    digests.add((structure_digest(in_memory.transformer), structure_digest(in_memory.vae)))
+    assert len(digests) == 1
+
+
+ROLLOUT: dict[str, Any] = {"seed": 4, "num_inference_steps": 2, "rollout_return_dit_trajectory": True}
+
+
+def tables(pipeline: RolloutPipeline) -> tuple[dict[str, Any], list[bool]]:
+    """What the engine says of its exactness, and which of its verdicts an earlier start had found."""
+    about: Any = pipeline.engine.describe()["deterministic"]
+    return about, [verdict["cached"] for verdict in about["table"]]
+
+
+def test_a_second_start_probes_nothing_and_has_the_same_choices_and_the_same_bits(cache: VerdictCache) -> None:
+    config = EngineConfig(verdict_cache=str(cache.folder))
+    first = RolloutPipeline.from_config(config)
+    forget()
+    written = {file: file.stat().st_mtime_ns for file in files(cache)}
+    second = RolloutPipeline.from_config(config)
+    assert {file: file.stat().st_mtime_ns for file in files(cache)} == written
+    (before, probed), (after, read) = tables(first), tables(second)
+    assert (before["cached"], after["cached"]) == (0, len(after["table"]))
+    assert not any(probed)
+    assert all(read)
+    assert len(written) == len(read) + 1  # the pictures that are decoded together aren't in the table
+    assert [{**v, "cached": True} for v in before["table"]] == after["table"]
+    one, other = first.engine.family, second.engine.family
+    assert one.choices == other.choices
+    assert one.decodes_together == other.decodes_together
+    for a, b in zip(first("a red circle", **ROLLOUT), second("a red circle", **ROLLOUT), strict=True):
+        assert_same_bits(a, b)
+    assert "found by an earlier start" not in _certificate(first).detail
+    assert f"; {len(read)} found by an earlier start" in _certificate(second).detail
+
+
+def test_a_service_says_what_it_took_from_an_earlier_start(cache: VerdictCache, tmp_path: Path) -> None:
+    found = []
+    for name in ("first", "second"):
+        engine: dict[str, object] = {"verdict_cache": str(cache.folder)}
+        service = start_service(engine, {"port": free_port()}, tmp_path / f"{name}.txt")
+        service.wait_until(service.healthy)
+        about = service.http.get("/server_info").json()["deterministic"]
+        found.append((about, service.client().generate("a red circle", **ROLLOUT)))
+        stop_service(service)
+    (before, samples), (after, later) = found
+    assert before["enabled"] is after["enabled"] is True
+    assert (before["cached"], after["cached"]) == (0, len(after["table"]))
+    assert_same_bits(samples[0], later[0])
+
+
+def test_ranks_probe_what_they_share_at_every_start(cache: VerdictCache, tiny_sd3_folder: Path) -> None:
+    config = EngineConfig(str(tiny_sd3_folder), verdict_cache=str(cache.folder), parallel=ParallelConfig(sp_degree=2))
+    for known in (False, True):
+        forget()
+        with RolloutPipeline.from_config(config) as pipeline:
+            _, read = tables(pipeline)
+            assert read == [known] * (len(read) - 1) + [False]
+
+
+def test_weights_that_were_broken_refuse_nothing_to_the_next_checkpoint(cache: VerdictCache) -> None:
+    broken = family_for(copy.deepcopy(sd3_pipeline()))
+    broken.pipeline.transformer.proj_out.bias.data[0] = float("nan")
+    refused = make_exact(broken, "auto", cache=cache).describe()["refused"]
+    assert refused == ["transformer SD3Transformer2DModel"]
+    assert make_exact(family_for(sd3_pipeline()), "auto", cache=cache).enabled
+
+
+def test_nothing_is_kept_where_no_folder_is_configured(
+    cache: VerdictCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_sd3_folder: Path
+) -> None:
+    monkeypatch.setenv("DIFFUSION_RL_VERDICT_CACHE", str(cache.folder))
+    RolloutPipeline.from_config(EngineConfig(str(tiny_sd3_folder), verdict_cache=None))
+    log = tmp_path / "service.log"
+    with running_service(str(tiny_sd3_folder), port=0, log=log, arguments=["--no-verdict-cache"]) as service:
+        service.wait_ready()
+    assert not cache.folder.exists()
+
+
+def test_the_folder_is_the_users_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    cases: list[tuple[dict[str, str], str | None]] = [
+        ({}, "/home/somebody/.cache/diffusion-rl"),
+        ({"XDG_CACHE_HOME": "/fast"}, "/fast/diffusion-rl"),
+        ({"XDG_CACHE_HOME": "not/absolute"}, "/home/somebody/.cache/diffusion-rl"),
+        ({"DIFFUSION_RL_VERDICT_CACHE": "/verdicts", "XDG_CACHE_HOME": "/fast"}, "/verdicts"),
+        ({"DIFFUSION_RL_VERDICT_CACHE": "off"}, None),
+        ({"DIFFUSION_RL_VERDICT_CACHE": ""}, None),
+    ]
+    for variables, expected in cases:
+        with monkeypatch.context() as patch:
+            for name in ("DIFFUSION_RL_VERDICT_CACHE", "XDG_CACHE_HOME"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert default_verdict_cache() == expected, variables
+            assert EngineConfig().verdict_cache == expected
+
+
+def test_the_switches_of_the_libraries_are_part_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_settings()
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    assert kernel_settings() == {**before, "MKL_CBWR": "AVX2"}

@@ -195,7 +195,9 @@ def _certificate(pipeline: RolloutPipeline) -> Check:
     if exactness.certificate.exact:
         chosen = Counter(str(v.implementation) for v in verdicts)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(chosen.items()))
-        return Check("certificate", "ok", f"{len(verdicts)} classes of operations are exact here ({how})")
+        known = exactness.certificate.cached
+        earlier = f"; {known} found by an earlier start" if known else ""
+        return Check("certificate", "ok", f"{len(verdicts)} classes of operations are exact here ({how}){earlier}")
     refused = "; ".join(f"{v.operation} ({v.failed_at})" for v in verdicts if not v.exact)
     return Check(
         "certificate",

@@ -50,8 +50,25 @@ Dtype = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+DisableCudaGraph = Annotated[
+    bool,
+    typer.Option(
+        "--disable-cuda-graph",
+        help="Launch every kernel of small forwards one by one: less GPU memory, slower, the same bits.",
+        rich_help_panel=LOADING,
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)
+]
+NoVerdictCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-verdict-cache",
+        help="Probe everything at this start, and keep nothing of it for the next one. DIFFUSION_RL_VERDICT_CACHE "
+        "names another folder than the user's cache.",
+        rich_help_panel=LOADING,
+    ),
 ]
 RANKS = "Several ranks (processes, one device each)"
 

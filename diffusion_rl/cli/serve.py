@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from diffusion_rl.cli import options
-from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig
+from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig, default_verdict_cache
 from diffusion_rl.params import Limits
 
 ENGINE, SERVER, LIMITS, RANKS = EngineConfig(), ServerConfig(), Limits(), ParallelConfig()
@@ -21,6 +21,8 @@ def serve(
     dtype: options.Dtype = ENGINE.dtype,
     device: options.Device = ENGINE.device,
     deterministic: options.Deterministic = None,
+    no_verdict_cache: options.NoVerdictCache = False,
+    disable_cuda_graph: options.DisableCudaGraph = False,
     max_batch_size: options.MaxBatchSize = ENGINE.max_batch_size,
     sp_degree: options.SpDegree = RANKS.sp_degree,
     ulysses_degree: options.UlyssesDegree = RANKS.ulysses_degree,
@@ -66,7 +68,15 @@ def serve(
         share_device=share_device,
     )
     engine_config = EngineConfig(
-        chosen, dtype, device, max_batch_size, deterministic=exact, parallel=parallel, limits=limits
+        chosen,
+        dtype,
+        device,
+        max_batch_size,
+        deterministic=exact,
+        cuda_graphs=not disable_cuda_graph,
+        parallel=parallel,
+        verdict_cache=None if no_verdict_cache else default_verdict_cache(),
+        limits=limits,
     )
     server_config = ServerConfig(
         host=host,

@@ -15,7 +15,7 @@ families: Registry[ModelFamily] = Registry(
     "diffusion_rl.models",
     ModelFamily,  # type: ignore[type-abstract]
     noun="model family",
-    skip=("loading", "fused_blocks"),
+    skip=("loading", "runner", "graphs", "compiled", "fused_blocks"),
 )
 
 

@@ -20,6 +20,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_rl.batch import Conditioning, DenoiseBatch, PromptEmbeds, Rows
+from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.cfg import combine_guidance
 from diffusion_rl.parallel.sequence import SequenceSpec
@@ -68,6 +69,7 @@ class ModelFamily(ABC):
                 module.eval()
         self.choices: Choices = EXACT
         self.certificate: Certificate | None = None
+        self.runner: Runner = eager
         # Asking the module walks all its parameters, which is too slow for every step.
         self.decodes_together: tuple[int, int] | None = None
         self.dtype: torch.dtype = pipeline.transformer.dtype
@@ -133,12 +135,13 @@ class ModelFamily(ABC):
         arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
         """
         model, arrangement = transformer or self.transformer, arrangement or Arrangement()
+        alone = transformer is None and arrangement.sequence is None and not torch.is_grad_enabled()
+        runner = self.runner if alone else eager
 
         def forward(rows: Rows) -> torch.Tensor:
             plan, inputs = self.transformer_inputs(rows)
             with exact_forward(model, plan, self.choices, self.block_forwards), arrangement.sharding(plan):
-                velocity: torch.Tensor = model(**inputs, return_dict=False)[0]
-            return velocity
+                return runner(model, plan, inputs)
 
         positive = _rows(batch, [c.positive for c in batch.conditioning])
         negatives = [c.negative for c in batch.conditioning if c.negative is not None]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 
 from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.config import EngineConfig, kernel_settings
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.layout import Layout
 from engine_control.errors import EngineError
 from rl_kernels.certify import Certificate, Verdict, certify, record
+from rl_kernels.certify_fused import STOCK, certify_fused, record_fused
 from rl_kernels.fused import triton_is_installed
 from rl_kernels.mode import LIBRARY, Choices
+from rl_kernels.verdict_cache import Question, VerdictCache, digest, find_verdict, sources_digest, structure_digest
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,8 @@ SAMPLES = 5
 DECODE_TOGETHER = 8  # the most pictures that are ever decoded together
 LARGEST_DECODED_SIDE = 128  # pixels; larger pictures gain nothing from company
 SLICES = ((0, 1), (1, 3), (2, 5))  # of SAMPLES, for the whole transformer
+CHOSEN = ("chosen operations",)  # what the whole transformer is tried with
+PACKAGE = Path(__file__).parents[1]
 
 
 class NotExactError(EngineError):
@@ -46,15 +53,21 @@ class Exactness:
             "enabled": self.enabled,
             "certified": None if certificate is None else certificate.exact,
             "refused": [] if certificate is None else list(certificate.refused),
+            "cached": 0 if certificate is None else certificate.cached,
             "table": [] if certificate is None else [vars(v) for v in certificate.verdicts],
         }
 
 
-def make_exact(family: ModelFamily, wanted: str) -> Exactness:
+def cache_of(config: EngineConfig) -> VerdictCache | None:
+    """Where an engine of that configuration keeps its verdicts; None: nowhere."""
+    return None if config.verdict_cache is None else VerdictCache(config.verdict_cache, conditions=kernel_settings())
+
+
+def make_exact(family: ModelFamily, wanted: str, *, cache: VerdictCache | None = None) -> Exactness:
     """Certifies the family's transformer on its device and sets how the family computes.
 
     wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are. A family is probed
-    once; engines made of it later reuse what was found.
+    once; engines made of it later reuse what was found. What is in `cache` isn't probed, and what is probed goes there.
 
     Raises:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
@@ -62,10 +75,12 @@ def make_exact(family: ModelFamily, wanted: str) -> Exactness:
     if wanted == "off":
         family.choices = _library(family)
         return Exactness(False, None)
-    if family.certificate is None or not family.choices.exact:
-        family.decodes_together = _decodes_together(family)
-        family.certificate = certify_family(family)
-    return _decide(family, family.certificate, wanted)
+    if family.certificate is not None and family.choices.exact:
+        return _decide(family, family.certificate, wanted)
+    family.certificate = certify_family(family, cache=cache)
+    exactness = _decide(family, family.certificate, wanted)
+    family.decodes_together = _decodes_together(family, cache)  # by what was chosen
+    return exactness
 
 
 def _decide(family: ModelFamily, certificate: Certificate, wanted: str) -> Exactness:
@@ -121,64 +136,114 @@ def for_shards(choices: Choices, degree: int) -> Choices:
 
 @torch.no_grad()
 def _shared_prediction(family: ModelFamily, arrangement: Arrangement, layout: Layout) -> Verdict:
-    """The whole prediction, guided and not, of several samples and of one, by all ranks and by this one alone."""
+    """The whole prediction, guided and not, of several samples and of one, by all ranks and by this one alone.
+
+    Probed at every start: a rank that read the answer would not come to the collectives in which the others wait.
+    """
     name = f"transformer {type(family.transformer).__name__}, {layout.sp_degree} x {layout.cfg_degree} ranks"
-    batch, tried = _batch(family), ("chosen operations",)
+    batch = probe_batch(family)
     unguided = replace(batch, conditioning=tuple(replace(c, negative=None) for c in batch.conditioning))
     for whole, what in ((batch, "guided"), (unguided, "unguided")):
         for start, end in ((0, SAMPLES), *SLICES[:1]):
-            part = _part(whole, start, end)
+            part = part_of(whole, start, end)
             if not torch.equal(family.predict(part, arrangement=arrangement), family.predict(part)):
-                return Verdict(name, None, tried, f"samples {start} to {end - 1} of {SAMPLES}, {what}")
-    return Verdict(name, "chosen operations", tried)
+                return Verdict(name, None, CHOSEN, f"samples {start} to {end - 1} of {SAMPLES}, {what}")
+    return Verdict(name, *CHOSEN, CHOSEN)
 
 
-def certify_family(family: ModelFamily) -> Certificate:
+def certify_family(family: ModelFamily, *, cache: VerdictCache | None = None) -> Certificate:
     """Probes each operation that a guided forward of the transformer runs, then the whole transformer."""
-    batch = _batch(family)
-    certificate = certify(record(lambda: family.predict(batch)), family.device)
+    batch, outputs = probe_batch(family), list[torch.Tensor]()
+    recorded = record(lambda: outputs.append(family.predict(batch)))
+    certificate = certify(recorded, family.device, cache=cache)
     if not certificate.exact:
         return certificate
     before, family.choices = family.choices, certificate.choices
     try:
-        verdicts = [*certificate.verdicts, _whole_transformer(family, batch)]
-        if _can_fuse(family):
-            verdicts.append(_fused_blocks(family, batch))
+        details = _details(family, batch, finite=bool(outputs[0].isfinite().all()))
+        verdicts = [*certificate.verdicts, _whole_transformer(family, batch, details, cache)]
+        if _can_fuse(family) and verdicts[-1].exact:
+            verdicts += _fused_blocks(family, batch, details, cache)
         return Certificate(certificate.device, tuple(verdicts), family.choices)
     finally:
         family.choices = before
 
 
-def _fused_blocks(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
-    """Takes the fused forwards of the blocks if the whole transformer stays exact with them, under autograd too."""
-    stock = family.choices
+def _details(family: ModelFamily, batch: DenoiseBatch, *, finite: bool) -> str:
+    """Stands for all that a verdict on the whole transformer depends on, beside the device and the libraries.
+
+    Weights only count where they make the output non-finite: then nothing is equal to anything.
+    """
+    texts = [
+        [len(c.positive.prompt_embeds), None if c.negative is None else len(c.negative.prompt_embeds)]
+        for c in batch.conditioning
+    ]
+    structure, ours = structure_digest(family.transformer), sources_digest(PACKAGE)
+    return digest([structure, ours, list(batch.latents.shape), texts, _listed(family.choices), finite])
+
+
+def _listed(choices: Choices) -> list[object]:
+    """All of the choices as JSON has them, in one order."""
+    values = [getattr(choices, f.name) for f in fields(choices)]
+    values = [list(v.items()) if isinstance(v, Mapping) else v for v in values]
+    return [sorted(map(str, v)) if isinstance(v, list | frozenset) else v for v in values]
+
+
+def _whole_transformer(family: ModelFamily, batch: DenoiseBatch, details: str, cache: VerdictCache | None) -> Verdict:
+    name = f"transformer {type(family.transformer).__name__}"
+
+    def probe() -> Verdict:
+        failed_at = _differing_part(family, batch)
+        return Verdict(name, None if failed_at else CHOSEN[0], CHOSEN, failed_at)
+
+    with family.exact():
+        return find_verdict(Question(name, CHOSEN, details), family.device, probe, cache=cache)
+
+
+def _fused_blocks(family: ModelFamily, batch: DenoiseBatch, details: str, cache: VerdictCache | None) -> list[Verdict]:
+    """Takes the blocks' fused forwards if each fused operation passes, and then the whole, under autograd too.
+
+    One that doesn't leaves the stock blocks, which stay certified. A verdict for each operation, then for the blocks.
+    """
+    name, tried, stock = f"blocks of {type(family.transformer).__name__}", ("fused", "stock"), family.choices
+
+    def probe() -> Verdict:
+        failed_at = _differing_part(family, batch) or _differing_under_autograd(family, batch)
+        return Verdict(name, "stock", tried, f"fused: {failed_at}") if failed_at else Verdict(name, "fused", tried)
+
     family.choices = replace(stock, fused=True)
-    found = _whole_transformer(family, batch)
-    failed_at = found.failed_at
-    if found.exact:
-        with torch.no_grad():
-            plain = family.predict(batch)
-        with torch.enable_grad():
-            if not torch.equal(family.predict(batch).detach(), plain):
-                failed_at = "the forward under autograd"
-    name, tried = f"blocks of {type(family.transformer).__name__}", ("fused", "stock")
-    if failed_at is None:
-        return Verdict(name, "fused", tried)
-    family.choices = stock
-    return Verdict(name, "stock", tried, f"fused: {failed_at}")
+    recorded = record_fused(lambda: family.predict(batch))
+    verdicts = list(certify_fused(recorded, family.device, choices=stock, cache=cache))
+    refused = "; ".join(v.operation for v in verdicts if v.implementation == STOCK)
+    if refused:
+        verdicts.append(Verdict(name, "stock", tried, f"fused: {refused}"))
+    else:
+        with family.exact():
+            verdicts.append(find_verdict(Question(name, tried, details), family.device, probe, cache=cache))
+    if verdicts[-1].implementation != "fused":
+        family.choices = stock
+    return verdicts
 
 
 @torch.no_grad()
-def _whole_transformer(family: ModelFamily, batch: DenoiseBatch) -> Verdict:
+def _differing_part(family: ModelFamily, batch: DenoiseBatch) -> str | None:
+    """The first samples whose prediction depends on those beside them; None: it is that of the whole batch."""
     whole = family.predict(batch)
-    name = f"transformer {type(family.transformer).__name__}"
     for start, end in SLICES:
-        if not torch.equal(family.predict(_part(batch, start, end)), whole[start:end]):
-            return Verdict(name, None, ("chosen operations",), f"samples {start} to {end - 1} of {SAMPLES}")
-    return Verdict(name, "chosen operations", ("chosen operations",))
+        if not torch.equal(family.predict(part_of(batch, start, end)), whole[start:end]):
+            return f"samples {start} to {end - 1} of {SAMPLES}"
+    return None
 
 
-def _part(batch: DenoiseBatch, start: int, end: int) -> DenoiseBatch:
+def _differing_under_autograd(family: ModelFamily, batch: DenoiseBatch) -> str | None:
+    with torch.no_grad():
+        plain = family.predict(batch)
+    with torch.enable_grad():
+        same = torch.equal(family.predict(batch).detach(), plain)
+    return None if same else "the forward under autograd"
+
+
+def part_of(batch: DenoiseBatch, start: int, end: int) -> DenoiseBatch:
     """Samples [start, end) of a batch."""
     return replace(
         batch,
@@ -188,8 +253,7 @@ def _part(batch: DenoiseBatch, start: int, end: int) -> DenoiseBatch:
     )
 
 
-@torch.no_grad()
-def _decodes_together(family: ModelFamily) -> tuple[int, int] | None:
+def _decodes_together(family: ModelFamily, cache: VerdictCache | None) -> tuple[int, int] | None:
     """The `(height, width)` at which pictures have the same bits decoded together, in any number, and one by one.
 
     None: at no size that was tried, so they are decoded one by one. A GPU isn't tried: its libraries choose a
@@ -198,16 +262,31 @@ def _decodes_together(family: ModelFamily) -> tuple[int, int] | None:
     side = _side(family)
     if family.device.type != "cpu" or side > LARGEST_DECODED_SIDE:
         return None
+    name, tried = f"decode {side}x{side}", ("together",)
+
+    def probe() -> Verdict:
+        failed_at = _differing_pictures(family, side)
+        return Verdict(name, None if failed_at else tried[0], tried, failed_at)
+
+    vae = structure_digest(family.pipeline.vae)
+    details = digest([vae, sources_digest(PACKAGE), _listed(family.choices)])
+    with family.exact():
+        verdict = find_verdict(Question(name, tried, details), family.device, probe, cache=cache)
+    return (side, side) if verdict.exact else None
+
+
+@torch.no_grad()
+def _differing_pictures(family: ModelFamily, side: int) -> str | None:
+    """How many pictures, decoded together, have other bits than one by one; None: no number."""
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(DECODE_TOGETHER, *family.latent_shape(side, side), generator=generator)
-    with family.exact():
-        alone = torch.cat([family.decode(x[None], side, side) for x in latents])
-        for count in range(2, DECODE_TOGETHER + 1):
-            first, last = slice(0, count), slice(DECODE_TOGETHER - count, None)
-            for part in (first, last):
-                if not torch.equal(family.decode(latents[part], side, side), alone[part]):
-                    return None
-    return side, side
+    alone = torch.cat([family.decode(x[None], side, side) for x in latents])
+    for count in range(2, DECODE_TOGETHER + 1):
+        first, last = slice(0, count), slice(DECODE_TOGETHER - count, None)
+        for part in (first, last):
+            if not torch.equal(family.decode(latents[part], side, side), alone[part]):
+                return f"{count} pictures"
+    return None
 
 
 def _side(family: ModelFamily) -> int:
@@ -217,7 +296,7 @@ def _side(family: ModelFamily) -> int:
 
 
 @torch.no_grad()
-def _batch(family: ModelFamily) -> DenoiseBatch:
+def probe_batch(family: ModelFamily) -> DenoiseBatch:
     """Guided samples at different steps, with prompts of two lengths, of the default size or a smaller one."""
     defaults, side = family.defaults, _side(family)
     short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in ("a", "a b c"))

@@ -20,15 +20,17 @@ import transformers
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
+from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks, own_report
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
-from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, make_exact
+from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, cache_of, make_exact
 from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, digest, keys
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
 from diffusion_rl.rollout.result import complete_group, finished_sample
+from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import (
     advance_batch,
     condition,
@@ -75,9 +77,12 @@ class RolloutEngine:
     ) -> None:
         """Is idle afterwards. Certifies the family on its device (see `certification`) unless that was done."""
         self.family = family
+        family.runner = eager  # whatever another engine chose for it
         self.config = config or EngineConfig()
-        self.exactness = exactness or make_exact(family, self.config.deterministic)
+        self.exactness = exactness or make_exact(family, self.config.deterministic, cache=cache_of(self.config))
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
+        if self.ranks.arrangement.sequence is None:
+            self.exactness = choose_runner(family, self.exactness, cuda_graphs=self.config.cuda_graphs)
         self.weight_version = INITIAL_WEIGHT_VERSION
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)

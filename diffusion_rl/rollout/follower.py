@@ -35,6 +35,7 @@ from diffusion_rl.rollout.decisions import (
 )
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
+from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import advance_batch, condition, parts_here, plan_request, split, start_samples
 from diffusion_rl.rollout.startup import Loader, join_ranks, load_rank, loaded, take_over
 from engine_control.child import connection_from_descriptor
@@ -118,6 +119,8 @@ class _Life:
     def _loads(self, load: Load) -> dict[str, str]:
         self._load = load
         self._config = msgspec.convert(load.config, EngineConfig)
+        if load.device.startswith("cuda"):
+            torch.cuda.set_device(load.device)
         self._family = self._loader(self._config, load.device)
         return loaded(self._family)
 
@@ -129,6 +132,8 @@ class _Life:
         arrangement, exactness = join_ranks(
             self._family, exactness, self._config, rank=self._load.rank, meeting=meeting
         )
+        if arrangement.sequence is None:
+            choose_runner(self._family, exactness, cuda_graphs=self._config.cuda_graphs)
         self._follower = Follower(self._family, self._config, arrangement)
         return exactness.enabled
 

@@ -18,7 +18,7 @@ from diffusion_rl.parallel.arrangement import Arrangement, arrange
 from diffusion_rl.parallel.groups import RankGroup, Rendezvous
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
 from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
-from diffusion_rl.rollout.certification import Exactness, certify_ranks, make_exact
+from diffusion_rl.rollout.certification import Exactness, cache_of, certify_ranks, make_exact
 from engine_control.errors import InvalidRequestError
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import Choices
@@ -77,11 +77,12 @@ def start_ranks(
     own = device_of(0, device, layout, share_device=config.parallel.share_device)
     if layout.ranks == 1:
         family = load(config, own)
-        return family, make_exact(family, config.deterministic), NoRanks(one_rank(family, config))
+        exactness = make_exact(family, config.deterministic, cache=cache_of(config))
+        return family, exactness, NoRanks(one_rank(family, config))
     others = OtherRanks(config, layout, device, on_death=on_death, follower=follower)
     try:
         family = load(config, own)
-        exactness = make_exact(family, config.deterministic)
+        exactness = make_exact(family, config.deterministic, cache=cache_of(config))
         meeting = others.meeting(loaded(family), exact=exactness.enabled, choices=plain(family.choices))
         others.arrangement, exactness = join_ranks(family, exactness, config, rank=0, meeting=meeting)
         others.complete(exactness.enabled)
@@ -131,6 +132,7 @@ def plain(choices: Choices) -> dict[str, Any]:
         **{f.name: getattr(choices, f.name) for f in fields(choices)},
         "linear": [[k, n, str(dtype), name] for (k, n, dtype), name in choices.linear.items()],
         "attention_per_sample": [[heads, d, str(dtype)] for heads, d, dtype in choices.attention_per_sample],
+        "folded_means": [[k, str(dtype)] for k, dtype in choices.folded_means],
     }
 
 
@@ -146,6 +148,7 @@ def from_plain(values: dict[str, Any]) -> Choices:
             **values,
             "linear": {(k, n, dtype(name)): chosen for k, n, name, chosen in values["linear"]},
             "attention_per_sample": frozenset((h, d, dtype(name)) for h, d, name in values["attention_per_sample"]),
+            "folded_means": frozenset((k, dtype(name)) for k, name in values["folded_means"]),
         }
     )
 

@@ -8,6 +8,7 @@ ever enters a softmax or a sum, and no mask picks another kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -94,11 +95,16 @@ def attention(
     if len(groups) == 1:
         (length,) = groups
         return plan.restore(attend(*(plan.keep(x, length) for x in (query, key, value))), length)
+    parts = []
+    for length, rows in groups.items():
+        chosen = _indices(tuple(rows), query.device)
+        parts.append(plan.restore(attend(*(plan.keep(x[chosen], length) for x in (query, key, value))), length))
     order = [row for rows in groups.values() for row in rows]
-    parts = [
-        plan.restore(attend(*(plan.keep(x[rows], length) for x in (query, key, value))), length)
-        for length, rows in groups.items()
-    ]
-    back = torch.empty(len(order), dtype=torch.long)
-    back[torch.tensor(order)] = torch.arange(len(order))
-    return torch.cat(parts)[back.to(query.device)]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(parts)[_indices(tuple(back), query.device)]
+
+
+@lru_cache(maxsize=1024)
+def _indices(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Row numbers on the device. Kept, so that a step doesn't wait for a copy from the host at every attention."""
+    return torch.tensor(rows, device=device)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from rl_kernels.attention import attention
 from rl_kernels.linear import IMPLEMENTATIONS
 from rl_kernels.mode import EXACT, Choices, exact_mode, observing
+from rl_kernels.reduce import folded_mean
 from rl_kernels.verdict_cache import Question, Verdict, VerdictCache, find_verdict
 
 ROWWISE: dict[Callable[..., Any], str] = {
@@ -134,6 +135,7 @@ def certify(
     verdicts: list[Verdict] = []
     linear_choices: dict[tuple[int, int, torch.dtype], str] = {}
     per_sample: set[tuple[int, int, torch.dtype]] = set()
+    folded: set[tuple[int, torch.dtype]] = set()
     with torch.no_grad(), exact_mode():
         for kind, call in recorded.items():
             question, probe = _asked(kind, call, device, tuple(linears))
@@ -145,7 +147,9 @@ def certify(
             elif kind.operation == "attention" and verdict.implementation == "per_sample":
                 heads, _, d = kind.shape
                 per_sample |= {(heads // ranks, d, kind.dtype) for ranks in (1, *RANKS) if heads % ranks == 0}
-    choices = Choices(linear=linear_choices, attention_per_sample=frozenset(per_sample))
+            elif verdict.implementation == "folded":
+                folded.add((kind.shape[-1], kind.dtype))
+    choices = Choices(linear=linear_choices, attention_per_sample=frozenset(per_sample), folded_means=frozenset(folded))
     return Certificate(str(device), tuple(verdicts), choices)
 
 
@@ -193,11 +197,13 @@ def _asked(
         details = f"{rows} {[_name(IMPLEMENTATIONS[name]) for name in linears]}"
         return Question(str(kind), linears, details), partial(_certify_linear, kind, device, linears, rows)
     if kind.operation == "attention":
-        candidates = ("library", "per_sample")
-        return Question(str(kind), candidates, _name(attention)), partial(_certify_attention, kind, device, candidates)
+        ways = ("library", "per_sample")
+        return Question(str(kind), ways, _name(attention)), partial(_certify_attention, kind, device, ways)
     arguments = [_described(a) for a in call.args] + [f"{k}={_described(v)}" for k, v in sorted(call.kwargs.items())]
     details = f"{_name(call.function)}({', '.join(arguments)})"
-    return Question(str(kind), ("library",), details), partial(_certify_rowwise, kind, call, device)
+    over_rows = kind.operation == "mean" and _reduced_axes(kind, call) == {len(kind.shape)}
+    candidates: tuple[str, ...] = ("library", "folded") if over_rows else ("library",)
+    return Question(str(kind), candidates, details), partial(_certify_rowwise, kind, call, device, candidates)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -263,18 +269,29 @@ def _first_differing_heads(
     return None
 
 
-def _certify_rowwise(kind: OperationClass, call: Recorded, device: torch.device) -> Verdict:
+def _certify_rowwise(kind: OperationClass, call: Recorded, device: torch.device, names: tuple[str, ...]) -> Verdict:
     x = _random((BATCH, *kind.shape), kind, device)
     x = x.abs() + 0.1 if kind.operation in POSITIVE else x
+    failure = None
+    for name in names:
+        keepdim = bool(call.kwargs.get("keepdim", False))
+        function = partial(folded_mean, keepdim=keepdim) if name == "folded" else _with_arguments(call)
+        whole = function(x)
+        wrong = _first_differing_slice(lambda a, b, f=function: f(x[a:b]), whole)  # type: ignore[misc]
+        for axis in _token_axes(kind, call, whole):
+            wrong = wrong or _first_differing_tokens(function, x, whole, axis)
+        if wrong is None:
+            return Verdict(str(kind), name, names, failure)
+        failure = failure or f"{name}: {wrong}"
+    return Verdict(str(kind), None, names, failure)
 
-    def compute(part: torch.Tensor) -> torch.Tensor:
-        return call.function(part, *call.args, **call.kwargs)
 
-    whole = compute(x)
-    wrong = _first_differing_slice(lambda a, b: compute(x[a:b]), whole)
-    for axis in _token_axes(kind, call, whole):
-        wrong = wrong or _first_differing_tokens(compute, x, whole, axis)
-    return Verdict(str(kind), None if wrong else "library", ("library",), wrong)
+def _with_arguments(call: Recorded) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = call.function(x, *call.args, **call.kwargs)
+        return y
+
+    return compute
 
 
 def _token_axes(kind: OperationClass, call: Recorded, whole: torch.Tensor) -> Iterator[int]:

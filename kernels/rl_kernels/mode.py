@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from rl_kernels.attention import AttentionPlan, attention
 from rl_kernels.conv import conv2d, is_patch_conv, patch_conv
 from rl_kernels.linear import IMPLEMENTATIONS
+from rl_kernels.reduce import folded_mean
 from rl_kernels.settings import exact_library_settings
 
 Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
@@ -31,7 +32,8 @@ class Choices:
 
     linear: by (K, N, dtype), a name of `linear.IMPLEMENTATIONS`; attention_per_sample: classes (heads, D, dtype) that
     are attended row by row. What isn't listed gets `default_linear`, and one call for all rows. exact=False leaves
-    the process's library switches alone. fused: `exact_forward` uses the fused forwards that it is given.
+    the process's library switches alone. folded_means: classes (K, dtype) whose mean over the last dimension is
+    `reduce.folded_mean`. fused: `exact_forward` uses the fused forwards that it is given.
     """
 
     linear: Mapping[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
@@ -39,6 +41,7 @@ class Choices:
     default_linear: str = "padded_rows"
     exact: bool = True
     fused: bool = False
+    folded_means: frozenset[tuple[int, torch.dtype]] = frozenset()
 
 
 EXACT = Choices()
@@ -58,6 +61,8 @@ class _ExactMode(TorchFunctionMode):
             F.scaled_dot_product_attention: self._attention,
             F.conv2d: self._conv2d,
         }
+        if choices.folded_means:
+            self._replaced[torch.Tensor.mean] = self._mean
 
     def __torch_function__(
         self,
@@ -101,6 +106,13 @@ class _ExactMode(TorchFunctionMode):
             enable_gqa=enable_gqa,
             per_sample=(query.shape[1], query.shape[-1], query.dtype) in self.choices.attention_per_sample,
         )
+
+    def _mean(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dim = args[0] if args else kwargs.get("dim")
+        last = dim in (-1, x.dim() - 1, [-1], (-1,)) and len(args) <= 1 and kwargs.keys() <= {"dim", "keepdim"}
+        if last and (x.shape[-1], x.dtype) in self.choices.folded_means:
+            return folded_mean(x, keepdim=kwargs.get("keepdim", False))
+        return torch.Tensor.mean(x, *args, **kwargs)
 
     @staticmethod
     def _conv2d(

@@ -24,3 +24,10 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 def row_mean(x: torch.Tensor) -> torch.Tensor:
     """`row_sum` over the element count: x `[B, ...]`, result `[B]`."""
     return row_sum(x) / (x.numel() // x.shape[0])
+
+
+def folded_mean(x: torch.Tensor, *, keepdim: bool = False) -> torch.Tensor:
+    """Mean over the last dimension, x `[..., K]`, in the order of `row_sum`: for devices on which the library's order
+    depends on how many rows there are."""
+    mean = row_mean(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
+    return mean.unsqueeze(-1) if keepdim else mean

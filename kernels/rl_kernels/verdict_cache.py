@@ -201,7 +201,16 @@ def structure_digest(module: torch.nn.Module) -> str:
         for tensors in (module.named_parameters(), module.named_buffers())
         for name, tensor in tensors
     ]
-    return digest([parts, tensors, repr(getattr(module, "config", None))])
+    return digest([parts, tensors, _configuration(module)])
+
+
+def _configuration(module: torch.nn.Module) -> str:
+    """A diffusers module's configuration without the notes beside it (the folder it came from, defaults in the order of
+    a set), which differ from process to process."""
+    config = getattr(module, "config", None)
+    if not isinstance(config, Mapping):
+        return repr(config)
+    return json.dumps({k: v for k, v in config.items() if not k.startswith("_")}, sort_keys=True, default=repr)
 
 
 def _plain(question: Question) -> dict[str, object]:

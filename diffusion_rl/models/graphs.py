@@ -1,0 +1,124 @@
+"""CUDA graphs: a forward's launches, captured once for each shape and replayed, for batches whose launches take longer
+than their work.
+
+A graph holds the very kernels of the eager forward, so its bits are the eager forward's (certified at start-up), and a
+batch may run either way. Weights are read where they lie: what writes them in place leaves a graph valid; whoever moves
+them calls `clear`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_rl.models.runner import eager
+from rl_kernels import AttentionPlan
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 24_000  # of a forward; a larger one keeps the device busy longer than its launches take
+MAX_GRAPHS = 16
+WARM_UPS = 2
+
+GraphKey = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, the memory that it reads its arguments from, and the memory that it leaves the velocities in."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, torch.Tensor]
+    velocity: torch.Tensor
+
+    def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
+        for name, static in self.inputs.items():
+            static.copy_(inputs[name])
+        self.graph.replay()
+        return self.velocity.clone()
+
+
+class CudaGraphs:
+    """A runner that captures a forward the second time that its shapes come, and keeps the `MAX_GRAPHS` used last.
+
+    What can't be captured, or is too large to gain by it, runs eagerly.
+    """
+
+    def __init__(self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS) -> None:
+        self.captured = 0
+        self.replayed = 0
+        self._max_tokens = max_tokens
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
+        self._seen: OrderedDict[GraphKey, None] = OrderedDict()
+        self._pool: Any = None
+
+    def __call__(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
+        device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
+        with torch.cuda.device(device):  # capturing and replaying use the current device's stream
+            return self._run(transformer, plan, inputs)
+
+    def clear(self) -> None:
+        """Forgets every graph, and frees their memory: the transformer's weights lie somewhere else now."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = None
+
+    def _run(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
+        key = _key(plan, inputs)
+        if len(plan.text_lengths) * (plan.image_tokens + plan.padded_text) > self._max_tokens:
+            return eager(transformer, plan, inputs)
+        if key not in self._graphs:
+            if key not in self._seen:
+                self._remember(key)
+                return eager(transformer, plan, inputs)
+            self._graphs[key] = self._capture(transformer, plan, inputs)
+            while len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        captured = self._graphs[key]
+        if captured is None:
+            return eager(transformer, plan, inputs)
+        self.replayed += 1
+        return captured.replay(inputs)
+
+    def _remember(self, key: GraphKey) -> None:
+        self._seen[key] = None
+        while len(self._seen) > 8 * self._max_graphs:
+            self._seen.popitem(last=False)
+
+    def _capture(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> _Captured | None:
+        """The graph of this forward; None if it does something that no graph can hold."""
+        static = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        arguments = {**inputs, **static}
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                eager(transformer, plan, arguments)
+        torch.cuda.current_stream().wait_stream(side)
+        try:
+            # Errors of this thread alone: another one may copy a reply meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                velocity = eager(transformer, plan, arguments)
+        except RuntimeError:
+            logger.warning("a forward can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
+            torch.cuda.synchronize()
+            return None
+        self.captured += 1
+        return _Captured(graph, static, velocity)
+
+
+def _key(plan: AttentionPlan, inputs: dict[str, Any]) -> GraphKey:
+    """What a graph holds fixed: the plan, the shapes of tensors, and the values of everything else."""
+    fixed = [
+        (name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (name, repr(value))
+        for name, value in sorted(inputs.items())
+    ]
+    return plan, *fixed

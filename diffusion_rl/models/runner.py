@@ -1,0 +1,19 @@
+"""How one forward of a family's own transformer is run. Whoever runs it, its bits are those of `eager`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_kernels import AttentionPlan
+
+Runner = Callable[[torch.nn.Module, AttentionPlan, dict[str, Any]], torch.Tensor]
+"""`(transformer, plan, its arguments)` -> the velocities `[r, ...]`; called inside exact mode, without gradients."""
+
+
+def eager(transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
+    """A plain call."""
+    velocity: torch.Tensor = transformer(**inputs, return_dict=False)[0]
+    return velocity
