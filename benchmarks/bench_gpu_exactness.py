@@ -4,14 +4,17 @@
 
 For each shape (random weights, public configuration, bf16): the certificate; samples alone against samples in a group,
 step by step; replay with autograd against the rollout; the transformer's forward in exact mode against the same forward
-with the libraries left alone and against diffusers' own, and both against the matmul ceiling measured in the same run.
+with the libraries left alone and against diffusers' own, and all against the matmul ceiling measured in the same run.
+With `--compiled` also against diffusers' transformer compiled as a whole at exactly these shapes (the transformer
+alone, without guidance), and, where it is certified, our own compiled forward at one fixed number of rows.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
 from benchmarks.full_size import SHAPES
-from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.batch import Conditioning, DenoiseBatch, Rows
 from diffusion_rl.models import ModelFamily
+from diffusion_rl.models.compiled import CompiledForward
+from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.params import RolloutParams
+from diffusion_rl.rollout.compilation import compile_family
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay_step
 from diffusion_rl.sample import RolloutSample
-from rl_kernels.mode import LIBRARY
+from rl_kernels.mode import LIBRARY, Choices
 
 KINDS = ("sde", "cps", "dance", "ode")
 LIMIT = (
@@ -40,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default="sd3.5-medium", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--size", type=int, default=512, help="pixels a side")
     parser.add_argument("--groups", type=measure.integers, default=[1, 4, 24], help="samples of the timed forwards")
+    parser.add_argument("--compiled", action="store_true", help="time compiled transformers too (compiles for minutes)")
+    parser.add_argument("--compiled-rows", type=int, default=8, help="rows of our compiled forward")
     parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     arguments = parser.parse_args(argv)
     report = measure.Report(
@@ -53,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     report.results.append({"case": "matmul ceiling, bf16 8192^3", "tflops": ceiling})
     exact = True
     for shape in arguments.shapes.split(","):
+        torch.compiler.reset()  # it compiles one function at only so many shapes
         family = SHAPES[shape]("cuda")
         began = time.perf_counter()
         engine = RolloutEngine(family)
@@ -62,8 +71,13 @@ def main(argv: list[str] | None = None) -> int:
         rows = [equality(family, kind, arguments.size) for kind in KINDS]
         report.results += [{"case": f"{shape}: equality, {kind}", **row} for kind, row in zip(KINDS, rows, strict=True)]
         exact &= all(row["differing_elements"] == 0 for row in rows)
+        ours = None
+        if arguments.compiled:
+            ours, found = compiled_forward(family, engine, arguments.compiled_rows)
+            report.results.append({"case": f"{shape}: compiled at {arguments.compiled_rows} rows", **found})
+            print(report.results[-1], flush=True)
         for group in arguments.groups:
-            report.results.append({"case": f"{shape}: forward", **cost(family, group, arguments, ceiling)})
+            report.results.append({"case": f"{shape}: forward", **cost(family, group, arguments, ceiling, ours=ours)})
             print(report.results[-1], flush=True)
         report.write(arguments.out)
         del family, engine
@@ -145,50 +159,99 @@ def tensors(sample: RolloutSample) -> list[torch.Tensor]:
     ]
 
 
+def compiled_forward(family: ModelFamily, engine: RolloutEngine, rows: int) -> tuple[Computed | None, dict[str, Any]]:
+    """Our compiled forward, if it is certified, and what certification says of it. The family is left as it was."""
+    before, began = Computed(family.choices, family.runner), time.perf_counter()
+    found = compile_family(family, engine.exactness, rows=rows, wanted="auto")
+    seconds = time.perf_counter() - began
+    compiled = isinstance(family.runner, CompiledForward) and family.runner.tries
+    after = Computed(family.choices, family.runner) if compiled else None
+    family.choices, family.runner = before.choices, before.runner
+    verdicts = [] if found.certificate is None else found.certificate.verdicts
+    table = [vars(v) for v in verdicts if "compiled" in v.operation]
+    return after, {"seconds": seconds, "certified": compiled, "table": table}
+
+
 @torch.no_grad()
-def cost(family: ModelFamily, group: int, arguments: Any, ceiling: float) -> dict[str, Any]:
-    """The guided forward of `group` samples: exact; the same kernels with the libraries left alone, which is the
-    fastest that isn't exact; and the stock blocks with the libraries left alone, as eager diffusers runs."""
-    shape = family.latent_shape(arguments.size, arguments.size)
-    positive, negative = (family.encode_prompt(p, 512) for p in ("short", "blurry"))
-    batch = DenoiseBatch(
-        torch.randn(group, *shape, device="cuda").to(family.dtype),
-        torch.linspace(900, 100, group, device="cuda"),
-        tuple(Conditioning(positive, negative, 4.5) for _ in range(group)),
-        arguments.size,
-        arguments.size,
-    )
-    exact_choices = family.choices
-
-    def forward(choices: Any) -> None:
-        family.choices = choices
-        try:
-            family.predict(batch)
-        finally:
-            family.choices = exact_choices
-
+def cost(
+    family: ModelFamily, group: int, arguments: Any, ceiling: float, *, ours: Computed | None = None
+) -> dict[str, Any]:
+    """The guided forward of `group` samples: exact, as the engine runs it; the same kernels with the libraries left
+    alone, which is the fastest eager one that isn't exact; and the stock blocks with the libraries left alone, as eager
+    diffusers runs. If asked for, compiled ones."""
+    batch = timed_batch(family, group, arguments.size)
+    exact = Computed(family.choices, family.runner)
     arms = {
-        "exact": partial(forward, exact_choices),
-        "library": partial(forward, replace(LIBRARY, fused=exact_choices.fused)),
-        "stock": partial(forward, LIBRARY),
+        "exact": partial(forward, family, batch, exact),
+        "library": partial(forward, family, batch, Computed(replace(LIBRARY, fused=exact.choices.fused), eager)),
+        "stock": partial(forward, family, batch, Computed(LIBRARY, eager)),
     }
+    if arguments.compiled:
+        arms["diffusers_compiled"] = diffusers_compiled(family, batch)
+    if ours is not None:
+        arms["compiled"] = partial(forward, family, batch, ours)
     series = measure.alternate(arms, arguments.repeats, warmups=2)
-    with FlopCounterMode(display=False) as counter:
-        family.predict(batch)
+    with FlopCounterMode(display=False) as counter:  # counts nothing of what a graph replays
+        forward(family, batch, Computed(LIBRARY, eager))
     flops = counter.get_total_flops()
     return {
         "samples": group,
         "rows": 2 * group,
-        "exact_ms": series["exact"].median * 1e3,
-        "library_ms": series["library"].median * 1e3,
-        "stock_ms": series["stock"].median * 1e3,
-        "fused": exact_choices.fused,
-        "exact_over_library": measure.ratio(series["exact"], series["library"]),
-        "exact_over_stock": measure.ratio(series["exact"], series["stock"]),
+        "fused": exact.choices.fused,
+        "runner": type(exact.runner).__name__,
+        **{f"{name}_ms": taken.median * 1e3 for name, taken in series.items()},
+        **{f"exact_over_{name}": measure.ratio(series["exact"], series[name]) for name in arms if name != "exact"},
         "tflop": flops / 1e12,
         "exact_tflops": flops / series["exact"].median / 1e12,
         "fraction_of_ceiling": flops / series["exact"].median / 1e12 / ceiling,
+        **{
+            f"{name}_fraction_of_ceiling": flops / series[name].median / 1e12 / ceiling
+            for name in arms
+            if name != "exact"
+        },
     }
+
+
+@dataclass(frozen=True)
+class Computed:
+    """How a family computes a forward."""
+
+    choices: Choices
+    runner: Runner
+
+
+def forward(family: ModelFamily, batch: DenoiseBatch, how: Computed) -> torch.Tensor:
+    """The guided velocity, computed in that way; the family is left as it was."""
+    before = Computed(family.choices, family.runner)
+    family.choices, family.runner = how.choices, how.runner
+    try:
+        return family.predict(batch)
+    finally:
+        family.choices, family.runner = before.choices, before.runner
+
+
+def timed_batch(family: ModelFamily, group: int, size: int) -> DenoiseBatch:
+    """`group` guided samples of random numbers, at different steps."""
+    positive, negative = (family.encode_prompt(p, 512) for p in ("short", "blurry"))
+    return DenoiseBatch(
+        torch.randn(group, *family.latent_shape(size, size), device=family.device).to(family.dtype),
+        torch.linspace(900, 100, group, device=family.device),
+        tuple(Conditioning(positive, negative, 4.5) for _ in range(group)),
+        size,
+        size,
+    )
+
+
+def diffusers_compiled(family: ModelFamily, batch: DenoiseBatch) -> Callable[[], torch.Tensor]:
+    """The yardstick: diffusers' own transformer, compiled as a whole for the rows of this batch and no others."""
+    model = torch.compile(family.transformer, dynamic=False)
+    prompts = [c.negative for c in batch.conditioning if c.negative is not None]
+    prompts += [c.positive for c in batch.conditioning]
+    rows = Rows(
+        torch.cat([batch.latents] * 2), torch.cat([batch.timesteps] * 2), tuple(prompts), batch.height, batch.width
+    )
+    _, inputs = family.transformer_inputs(rows)
+    return lambda: model(**inputs, return_dict=False)[0]
 
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ class EngineConfig:
     deterministic: `auto` is exact mode wherever the model is certified for it on its device; `on` insists on it, and
         fails at start-up by name where it can't be had; `off` leaves the libraries as they are.
     cuda_graphs: on a GPU, forwards of few rows are captured and replayed; the bits are the same.
+    torch_compile: the transformer is compiled, at `torch_compile_rows` rows a piece (None: what a full guided batch
+        brings, at most 8). A sample's bits still don't depend on its batch, but they are no longer those of a forward
+        with gradients: ratios in a trainer aren't exactly 1. Not with several ranks; CUDA graphs are off then.
     verdict_cache: the folder in which certification keeps what it found for later starts; None: nowhere.
     """
 
@@ -72,6 +75,8 @@ class EngineConfig:
     prompt_cache_size: int = 256
     deterministic: Literal["auto", "on", "off"] = "auto"
     cuda_graphs: bool = True
+    torch_compile: bool = False
+    torch_compile_rows: int | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     verdict_cache: str | None = field(default_factory=default_verdict_cache)
     limits: Limits = field(default_factory=Limits)

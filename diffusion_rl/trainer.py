@@ -21,6 +21,7 @@ import torch
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, family_for
+from diffusion_rl.models.compiled import refuse_inexact_replay
 from diffusion_rl.rollout.certification import NotExactError, cache_of, make_exact
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan, exact_forward, exact_mode
@@ -220,6 +221,7 @@ def _refuse_other_bits(transformer: torch.nn.Module, module: torch.nn.Module, fa
             field="family",
             hint="Use certified_family(pipeline), or the family of an engine that says deterministic.enabled.",
         )
+    refuse_inexact_replay(family.runner, transformer)
     where = (module.dtype, module.device.type)  # type: ignore[union-attr]
     if where != (family.dtype, family.device.type):
         raise _other_bits(

@@ -58,6 +58,24 @@ DisableCudaGraph = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+EnableTorchCompile = Annotated[
+    bool,
+    typer.Option(
+        "--enable-torch-compile",
+        help="Compile the transformer (minutes at the start, and again for each new picture size). A sample's bits "
+        "still don't depend on its batch, but a trainer's ratios are no longer exactly 1. Not with several ranks.",
+        rich_help_panel=LOADING,
+    ),
+]
+TorchCompileRows = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Rows of every compiled forward: fewer are filled up, more are cut. If left out, what a full guided batch "
+        "brings, at most 8.",
+        rich_help_panel=LOADING,
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)
 ]

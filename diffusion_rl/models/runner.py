@@ -1,4 +1,5 @@
-"""How one forward of a family's own transformer is run. Whoever runs it, its bits are those of `eager`."""
+"""How one forward of a family's own transformer is run. Its bits are those of `eager`, except for `CompiledForward`,
+which says so."""
 
 from __future__ import annotations
 

@@ -20,12 +20,14 @@ import transformers
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
+from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks, own_report
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
 from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, cache_of, make_exact
+from diffusion_rl.rollout.compilation import compile_family, compiled_rows
 from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, digest, keys
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
@@ -82,7 +84,7 @@ class RolloutEngine:
         self.exactness = exactness or make_exact(family, self.config.deterministic, cache=cache_of(self.config))
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
         if self.ranks.arrangement.sequence is None:
-            self.exactness = choose_runner(family, self.exactness, cuda_graphs=self.config.cuda_graphs)
+            self.exactness = self._choose_runner(self.exactness)
         self.weight_version = INITIAL_WEIGHT_VERSION
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
@@ -157,6 +159,7 @@ class RolloutEngine:
             "weight_version": self.weight_version,
             "attention_backend": "torch_sdpa",
             "deterministic": self.exactness.describe(),
+            "torch_compile": self._describe_compiled(),
             "parallel": self._describe_parallel(),
             "step_kinds": step_kinds.names(),
             "max_batch_size": self.config.max_batch_size,
@@ -174,6 +177,17 @@ class RolloutEngine:
     def close(self) -> None:
         """Ends the other ranks, if there are any. The engine takes no step afterwards."""
         self.ranks.close()
+
+    def _choose_runner(self, exactness: Exactness) -> Exactness:
+        config = self.config
+        if not config.torch_compile:
+            return choose_runner(self.family, exactness, cuda_graphs=config.cuda_graphs)
+        rows = compiled_rows(config.torch_compile_rows, config.max_batch_size)
+        return compile_family(self.family, exactness, rows=rows, wanted=config.deterministic)
+
+    def _describe_compiled(self) -> dict[str, object] | None:
+        runner = self.family.runner
+        return runner.describe() if isinstance(runner, CompiledForward) else None
 
     def _describe_parallel(self) -> dict[str, object]:
         layout = layout_of(self.config.parallel)

@@ -119,8 +119,8 @@ class _Life:
     def _loads(self, load: Load) -> dict[str, str]:
         self._load = load
         self._config = msgspec.convert(load.config, EngineConfig)
-        if load.device.startswith("cuda"):
-            torch.cuda.set_device(load.device)
+        if torch.device(load.device).index is not None:
+            torch.cuda.set_device(load.device)  # what names no device means this one
         self._family = self._loader(self._config, load.device)
         return loaded(self._family)
 

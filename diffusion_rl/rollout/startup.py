@@ -19,6 +19,7 @@ from diffusion_rl.parallel.groups import RankGroup, Rendezvous
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
 from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
 from diffusion_rl.rollout.certification import Exactness, cache_of, certify_ranks, make_exact
+from diffusion_rl.rollout.compilation import refuse_compiled_ranks
 from engine_control.errors import InvalidRequestError
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import Choices
@@ -72,6 +73,8 @@ def start_ranks(
         EngineDiedError: another rank could not start.
     """
     layout, device = layout_of(config.parallel), config.device
+    if config.torch_compile:
+        refuse_compiled_ranks(layout)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     own = device_of(0, device, layout, share_device=config.parallel.share_device)
