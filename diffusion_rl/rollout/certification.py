@@ -102,8 +102,9 @@ def _decide(family: ModelFamily, certificate: Certificate, wanted: str) -> Exact
 
 
 def _library(family: ModelFamily) -> Choices:
-    """The libraries as they are, around the fused kernels where those run."""
-    return replace(LIBRARY, fused=True) if _can_fuse(family) else LIBRARY
+    """The libraries as they are, around the fused kernels where those run, unless they were probed and refused."""
+    refused = family.certificate is not None and not family.certificate.choices.fused
+    return replace(LIBRARY, fused=True) if _can_fuse(family) and not refused else LIBRARY
 
 
 def _can_fuse(family: ModelFamily) -> bool:
