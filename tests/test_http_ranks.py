@@ -39,13 +39,11 @@ def two_ranks(tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     stop_service(started)
 
 
-@pytest.mark.parametrize("wire", ["json", "msgpack", "safetensors"])
-def test_two_ranks_over_http_have_the_bits_of_one_device_in_python(
-    two_ranks: Service, tiny_sd3_folder: Path, wire: str
-) -> None:
-    alone = RolloutPipeline.from_config(EngineConfig(str(tiny_sd3_folder)))
-    for one, other in zip(alone(**FIELDS), two_ranks.client(wire).generate(**FIELDS), strict=True):
-        assert_same_bits(one, other)
+def test_two_ranks_over_http_have_the_bits_of_one_device_in_python(two_ranks: Service, tiny_sd3_folder: Path) -> None:
+    expected = RolloutPipeline.from_config(EngineConfig(str(tiny_sd3_folder)))(**FIELDS)
+    for wire in ("json", "msgpack", "safetensors"):
+        for one, other in zip(expected, two_ranks.client(wire).generate(**FIELDS), strict=True):
+            assert_same_bits(one, other)
 
 
 def test_server_info_shows_every_rank_and_what_it_has_done(two_ranks: Service) -> None:
@@ -98,13 +96,6 @@ def test_an_aborted_request_frees_its_samples_on_every_rank(two_ranks: Service) 
     assert two_ranks.stats()["samples_running"] == 0
     for one, other in zip(before, two_ranks.client().generate(**FIELDS), strict=True):
         assert_same_bits(one, other)
-
-
-def test_heads_that_can_not_be_shared_end_the_start_with_the_numbers(tiny_sd3_folder: Path, tmp_path: Path) -> None:
-    engine: dict[str, object] = {"model_path": str(tiny_sd3_folder), "parallel": {"sp_degree": 3}}
-    started = start_service(engine, {"port": free_port()}, tmp_path / "log.txt")
-    assert started.process.wait(120) != 0
-    assert "8 attention heads can't be shared by 3 ranks" in started.log.read_text()
 
 
 def test_a_second_server_on_the_same_port_says_so_before_it_loads_anything(two_ranks: Service, tmp_path: Path) -> None:

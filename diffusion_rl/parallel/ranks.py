@@ -118,6 +118,7 @@ class OtherRanks:
         self._followers = Followers(follower, [environment] * (layout.ranks - 1), on_death=tell)
         self._reports: list[Report | None] = [None] * layout.ranks
         self._timeout_s = config.parallel.collective_timeout_s
+        self._error: EngineDiedError | None = None
         try:
             self._followers.tell_each([Load(rank, config, self._devices[rank]) for rank in range(1, layout.ranks)])
         except EngineError:
@@ -143,16 +144,20 @@ class OtherRanks:
         self._compare(own)
 
     def announce(self, decision: object) -> None:
+        self._check()
         self._followers.announce(decision)
 
     def agree(self, decision: object, own: Report) -> None:
+        self._check()
         answers = [msgspec.convert(a, Report) for a in self._followers.ask(decision)]
         self._reports = [own, *answers]
         for rank, report in enumerate(answers, start=1):
             if report.digests != own.digests:
-                raise RanksDisagreeError(
-                    f"rank {rank} holds other latents than rank 0",
-                    hint="A fault of the hardware or of this program; the engine starts anew.",
+                raise self._broken(
+                    RanksDisagreeError(
+                        f"rank {rank} holds other latents than rank 0",
+                        hint="A fault of the hardware or of this program; the engine must be started anew.",
+                    )
                 )
 
     @contextlib.contextmanager
@@ -163,9 +168,11 @@ class OtherRanks:
         except Exception as error:
             self._followers.settle()
             self._followers.check()
-            raise EngineDiedError(
-                f"rank 0 failed in a step that all ranks share: {type(error).__name__}: {error}",
-                hint="The engine must be started anew.",
+            raise self._broken(
+                EngineDiedError(
+                    f"rank 0 failed in a step that all ranks share: {type(error).__name__}: {error}",
+                    hint="The engine must be started anew.",
+                )
             ) from error
 
     def describe(self) -> list[dict[str, object]]:
@@ -179,6 +186,16 @@ class OtherRanks:
             }
             for device, process_id, report in reports
         ]
+
+    def _broken(self, error: EngineDiedError) -> EngineDiedError:
+        """Afterwards the other ranks are gone, and whoever needs them gets this error."""
+        self._error = error
+        self._followers.close()
+        return error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(self._error.message, hint=self._error.hint)
 
     def _compare(self, own: object) -> None:
         for rank, answer in enumerate(self._followers.answers(), start=1):
