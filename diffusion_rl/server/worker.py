@@ -40,8 +40,8 @@ def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSa
 
 
 def _end(error: EngineDiedError) -> None:
-    """Another rank is gone. Ends this process too, wherever it stands: the service sees it, and starts both anew."""
-    logging.getLogger(__name__).error("%s", error)
+    """Another rank is gone, and was named in the log. Ends this process too, wherever it stands: the service sees it,
+    and starts both anew."""
     os._exit(1)
 
 
