@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,9 +220,14 @@ def test_a_step_that_fails_on_rank_0_ends_the_group_and_no_later_call_meets_it_h
     assert not Path(f"/proc/{follower}").exists()
 
 
-def test_a_follower_ends_with_its_pipeline(tiny_folder: str) -> None:
+def test_a_follower_ends_with_its_pipeline_and_nothing_stays_behind(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with RolloutPipeline.from_config(EngineConfig(tiny_folder, parallel=ParallelConfig(sp_degree=2))) as pipeline:
         follower = _follower_of(pipeline)
+        assert not list(tmp_path.iterdir())  # not even while it runs: a killed process leaves nothing
+        assert pipeline("cat", seed=1, num_inference_steps=2)
     assert not Path(f"/proc/{follower}").exists()
 
 

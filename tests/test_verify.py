@@ -354,6 +354,11 @@ class TestCommands:
         assert "(together, reverse, batches of at most 3)" in result.output
         assert "NOT THE SAME" not in result.output
 
+    def test_another_number_of_ranks_has_equal_bits(self, recorded_file):
+        result = run("compare", recorded_file, "--sp-degree", 2, "--enable-cfg-parallel")
+        assert result.exit_code == 0, result.output
+        assert "4 ranks, tokens over 2, guidance parallel" in " ".join(result.output.split())
+
     def test_one_other_bit_exits_with_1_and_names_the_place(self, recorded_file, other_folder):
         result = run("compare", recorded_file, other_folder, "--one-by-one")
         assert result.exit_code == 1, result.output
@@ -426,6 +431,7 @@ class TestCommands:
         [
             (["--wire", "json"], "there is no wire within this process"),
             (["--url", "http://x", "--max-batch-size", "2"], "a service has the batch size"),
+            (["--url", "http://x", "--sp-degree", "2"], "a service has the ranks"),
             (["--url", "http://127.0.0.1:9"], "no service was reached"),
         ],
     )

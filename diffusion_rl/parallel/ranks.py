@@ -139,9 +139,11 @@ class OtherRanks:
         self._followers.tell_each([meet] * (place.ranks - 1))
         return place
 
-    def complete(self, own: object) -> None:
-        """Waits until every other rank is ready, and as exact as rank 0 (`own`). Raises like `meeting`."""
-        self._compare(own)
+    def complete(self, *, exact: bool) -> None:
+        """Waits until every other rank is ready, and as exact as rank 0. Raises like `meeting`."""
+        self._compare(exact)
+        if exact:  # they have exchanged tensors by now, so nobody needs the meeting place any more
+            self._directory.cleanup()
 
     def announce(self, decision: object) -> None:
         self._check()

@@ -88,7 +88,7 @@ def start_ranks(
         exactness = make_exact(family, config.deterministic, cache=cache_of(config))
         meeting = others.meeting(loaded(family), exact=exactness.enabled, choices=plain(family.choices))
         others.arrangement, exactness = join_ranks(family, exactness, config, rank=0, meeting=meeting)
-        others.complete(exactness.enabled)
+        others.complete(exact=exactness.enabled)
     except BaseException:
         others.close()
         raise
