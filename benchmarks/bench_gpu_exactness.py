@@ -22,12 +22,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
-from benchmarks.full_size import SHAPES
+from benchmarks.full_size import SHAPES, asked, run
 from diffusion_rl.batch import Conditioning, DenoiseBatch, Rows
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.runner import Runner, eager
-from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.compilation import compile_family
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay_step
@@ -48,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", type=measure.integers, default=[1, 4, 24], help="samples of the timed forwards")
     parser.add_argument("--compiled", action="store_true", help="time compiled transformers too (compiles for minutes)")
     parser.add_argument("--compiled-rows", type=int, default=8, help="rows of our compiled forward")
-    parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     arguments = parser.parse_args(argv)
     report = measure.Report(
         "gpu_exactness",
@@ -56,7 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         measure.settings_of(arguments),
         limit=LIMIT,
     )
-    report.commit = arguments.commit or report.commit
     ceiling = matmul_ceiling()
     report.results.append({"case": "matmul ceiling, bf16 8192^3", "tflops": ceiling})
     exact = True
@@ -119,29 +116,12 @@ def roll_out(
     family: ModelFamily, kind: str, size: int, *, seeds: tuple[int, ...], neighbours: int = 0
 ) -> list[RolloutSample]:
     """A guided group of 4 steps, with samples of another prompt in the same batches if asked for."""
-    engine = RolloutEngine(family)
-    request = partial(
-        RolloutParams,
-        height=size,
-        width=size,
-        num_inference_steps=4,
-        rollout_sde_type=kind,
-        guidance_scale=4.5,
-        true_cfg_scale=4.0,
-        negative_prompt="blurry",
-        rollout_return_dit_trajectory=True,
-        rollout_return_denoising_env=True,
-    )
+    request = partial(asked, size, rollout_sde_type=kind, rollout_return_denoising_env=True)
+    requests = {"group": request("short", seeds=seeds)}
     if neighbours:
-        engine.add_request("neighbours", request("a much longer prompt", seed=99, num_outputs_per_prompt=neighbours))
-    engine.add_request("group", request("short", seeds=seeds, num_outputs_per_prompt=len(seeds)))
-    results: dict[str, list[RolloutSample]] = {}
-    while engine.has_unfinished_requests():
-        for finished in engine.step():
-            if finished.error is not None:
-                raise finished.error
-            results[finished.request_id] = finished.result or []
-    return results["group"]
+        others = request("a much longer prompt", seed=99, num_outputs_per_prompt=neighbours)
+        requests = {"neighbours": others, **requests}
+    return run(RolloutEngine(family), requests)["group"]
 
 
 def tensors(sample: RolloutSample) -> list[torch.Tensor]:

@@ -20,9 +20,8 @@ import torch
 
 from benchmarks import measure
 from benchmarks.bench_gpu_exactness import KINDS, tensors
-from benchmarks.full_size import SHAPES, load
+from benchmarks.full_size import SHAPES, asked, load, run
 from diffusion_rl.config import EngineConfig, ParallelConfig
-from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.startup import start_ranks
 from diffusion_rl.sample import RolloutSample
@@ -42,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=512, help="pixels a side")
     parser.add_argument("--group", type=int, default=8, help="samples of the timed group")
     parser.add_argument("--share-device", action="store_true", help="all ranks on one GPU, through the host")
-    parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     arguments = parser.parse_args(argv)
     report = measure.Report(
         "gpu_ranks",
@@ -50,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
         measure.settings_of(arguments),
         limit=LIMIT,
     )
-    report.commit = arguments.commit or report.commit
     exact = True
     for shape in arguments.shapes.split(","):
         expected: list[torch.Tensor] = []
@@ -117,35 +114,6 @@ def mixed(engine: RolloutEngine, size: int) -> list[RolloutSample]:
     requests["longer"] = asked(size, "a much longer prompt", seed=99)
     results = run(engine, requests)
     return [sample for name in requests for sample in results[name]]
-
-
-def asked(size: int, prompt: str, **fields: Any) -> RolloutParams:
-    """A guided request; 4 steps if nothing else is said."""
-    given = {"num_inference_steps": 4, **fields}
-    if "seeds" in given:
-        given["num_outputs_per_prompt"] = len(given["seeds"])
-    return RolloutParams(
-        prompt,
-        height=size,
-        width=size,
-        guidance_scale=4.5,
-        true_cfg_scale=4.0,
-        negative_prompt="blurry",
-        rollout_return_dit_trajectory=True,
-        **given,
-    )
-
-
-def run(engine: RolloutEngine, requests: dict[str, RolloutParams]) -> dict[str, list[RolloutSample]]:
-    for name, request in requests.items():
-        engine.add_request(name, request)
-    results: dict[str, list[RolloutSample]] = {}
-    while engine.has_unfinished_requests():
-        for finished in engine.step():
-            if finished.error is not None:
-                raise finished.error
-            results[finished.request_id] = finished.result or []
-    return results
 
 
 if __name__ == "__main__":

@@ -76,12 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.command_line("kernels", __doc__ or "", repeats=20)
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="which models' row shapes")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available() or not triton_is_installed():
         raise SystemExit("bench_kernels times Triton kernels: it needs an NVIDIA GPU and an installed Triton")
     report = measure.Report("kernels", (__doc__ or "").splitlines()[0], measure.settings_of(arguments), limit=LIMIT)
-    report.commit = arguments.commit or report.commit
     report.results.append({"case": "copy ceiling", "gb_s": copy_ceiling(arguments.repeats)})
     print(report.results[-1], flush=True)
     with torch.no_grad():

@@ -22,6 +22,9 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.qwen_image import QwenImageFamily
 from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
+from diffusion_rl.params import RolloutParams
+from diffusion_rl.rollout.engine import RolloutEngine
+from diffusion_rl.sample import RolloutSample
 
 SD3_TEXT_TOKENS = 205  # 77 of the CLIPs, 128 of T5: what FlowGRPO trains SD3.5 with
 
@@ -124,6 +127,36 @@ SHAPES: dict[str, Callable[[str], ModelFamily]] = {
     "qwen-image-6": partial(qwen_image, layers=6),
     "qwen-image": partial(qwen_image, layers=60),
 }
+
+
+def asked(size: int, prompt: str, **fields: Any) -> RolloutParams:
+    """A guided request; 4 steps if nothing else is said."""
+    given = {"num_inference_steps": 4, **fields}
+    if "seeds" in given:
+        given["num_outputs_per_prompt"] = len(given["seeds"])
+    return RolloutParams(
+        prompt,
+        height=size,
+        width=size,
+        guidance_scale=4.5,
+        true_cfg_scale=4.0,
+        negative_prompt="blurry",
+        rollout_return_dit_trajectory=True,
+        **given,
+    )
+
+
+def run(engine: RolloutEngine, requests: dict[str, RolloutParams]) -> dict[str, list[RolloutSample]]:
+    """Runs the requests together to their end; raises the first error."""
+    for name, request in requests.items():
+        engine.add_request(name, request)
+    results: dict[str, list[RolloutSample]] = {}
+    while engine.has_unfinished_requests():
+        for finished in engine.step():
+            if finished.error is not None:
+                raise finished.error
+            results[finished.request_id] = finished.result or []
+    return results
 
 
 class _SD3WithRandomText(StableDiffusion3Family):

@@ -148,6 +148,9 @@ class Report:
     versions: dict[str, str] = field(default_factory=lambda: versions())
     commit: str | None = field(default_factory=lambda: commit())
 
+    def __post_init__(self) -> None:
+        self.commit = self.settings.get("commit") or self.commit
+
     def write(self, path: Path) -> None:
         """Writes the report as JSON; the folder is made if need be."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,6 +201,7 @@ def command_line(name: str, description: str, *, repeats: int) -> argparse.Argum
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="where the result goes")
     parser.add_argument("--model", default="embedded", help="a diffusers folder, a hub id, or `embedded`")
     parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds, each of all arms in turn")
+    parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     return parser
 
 

@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = measure.Report(
         "profile_step", (__doc__ or "").splitlines()[0], measure.settings_of(arguments), limit=LIMIT
     )
-    report.commit = arguments.commit or report.commit
     transformer = sd35_medium("cuda").transformer
     scheduler = partial(scheduler_step, arguments.samples, arguments.size // 8)
     arms = {"eager": False, "fused": True} if triton_is_installed() else {"eager": False}

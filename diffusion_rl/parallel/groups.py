@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class Rendezvous:
         On GPUs the backend is NCCL, unless ranks share one (`shared_device`), which NCCL refuses: then, and on CPUs,
         it is gloo over the loopback interface.
         """
-        store = PrefixStore(name, FileStore(str(Path(self.path)), self.ranks))
+        store = PrefixStore(name, FileStore(self.path, self.ranks))
         timeout = timedelta(seconds=self.timeout_s)
         if device.type == "cuda" and not shared_device:
             return RankGroup(_nccl(store, rank, size, timeout), rank, size, through_host=False, can_hang=True)

@@ -67,8 +67,12 @@ class Ranks(Protocol):
     def announce(self, decision: object) -> None:
         """Tells every other rank what rank 0 does next."""
 
-    def agree(self, decision: object, own: Report) -> None:
-        """Has every other rank carry the decision out and report. Raises where a digest isn't rank 0's."""
+    def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
+        """Has every other rank carry the decision out and report. `digests` compute rank 0's, where anybody asks.
+
+        Raises:
+            RanksDisagreeError: a rank has another digest.
+        """
 
     def together(self) -> AbstractContextManager[None]:
         """Around work that every rank takes part in."""
@@ -89,7 +93,7 @@ class NoRanks:
     def announce(self, decision: object) -> None:
         pass
 
-    def agree(self, decision: object, own: Report) -> None:
+    def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
         pass
 
     def together(self) -> AbstractContextManager[None]:
@@ -149,8 +153,9 @@ class OtherRanks:
         self._check()
         self._followers.announce(decision)
 
-    def agree(self, decision: object, own: Report) -> None:
+    def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
         self._check()
+        own = own_report([digest() for digest in digests], self.arrangement)
         answers = [msgspec.convert(a, Report) for a in self._followers.ask(decision)]
         self._reports = [own, *answers]
         for rank, report in enumerate(answers, start=1):

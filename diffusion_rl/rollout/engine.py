@@ -23,7 +23,7 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
-from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks, own_report
+from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
 from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, cache_of, make_exact
@@ -262,7 +262,7 @@ class RolloutEngine:
         finished: list[Finished[list[RolloutSample]]] = []
         began = time.perf_counter()
         while samples := self._queue.next_to_decode(self._decoded_at_once):
-            self._agree(samples)
+            self.ranks.agree(Retire(keys(samples)), [partial(digest, s) for s in samples])
             pictures = self._pictures(samples)
             for sample, picture in zip(samples, pictures, strict=True):
                 request = sample.request
@@ -276,12 +276,6 @@ class RolloutEngine:
             if _spent(began):
                 break
         return finished
-
-    def _agree(self, samples: list[SampleState]) -> None:
-        """Has every rank retire these samples, and makes sure that all hold the same bits of them."""
-        if isinstance(self.ranks, NoRanks):
-            return
-        self.ranks.agree(Retire(keys(samples)), own_report([digest(s) for s in samples], self.ranks.arrangement))
 
     def _decoded_at_once(self, size: tuple[int, int]) -> int:
         """How many pictures of that size may be decoded together."""

@@ -9,7 +9,7 @@ import torch
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.runner import eager
-from diffusion_rl.rollout.certification import Exactness, probe_batch
+from diffusion_rl.rollout.certification import Exactness, part_of, probe_batch
 from rl_kernels.certify import Verdict
 
 RUNS = 3  # of a probed shape: eager, captured, replayed
@@ -38,12 +38,7 @@ def _graphs_equal_eager(family: ModelFamily) -> Verdict:
     name, tried = f"launches of {type(family.transformer).__name__}", ("CUDA graph", "eager")
     whole = probe_batch(family)
     for count in (len(whole.latents), 1):
-        batch = replace(
-            whole,
-            latents=whole.latents[:count],
-            timesteps=whole.timesteps[:count],
-            conditioning=whole.conditioning[:count],
-        )
+        batch = part_of(whole, 0, count)
         family.runner = eager
         expected = family.predict(batch)
         family.runner = graphs = CudaGraphs()
