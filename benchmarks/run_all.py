@@ -23,6 +23,7 @@ NAMES = (
     "exactness_cost",
     "encoding",
     "memory",
+    "memory_saver",
     "ranks",
 )
 

@@ -16,6 +16,7 @@ from benchmarks import (
     bench_exactness_cost,
     bench_kernels,
     bench_memory,
+    bench_memory_saver,
     bench_prefix_sharing,
     bench_ranks,
     bench_rollout,
@@ -50,6 +51,7 @@ SMALLEST = {
     ),
     "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
     "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
+    "memory_saver": (bench_memory_saver.main, "--gib 0.01 --tensors 3 --device cpu"),
     "memory": (
         bench_memory.main,
         "--cases safetensors --group 2 --steps 2 --early 2 --late 4 --flat-group 1 --flat-steps 1",
