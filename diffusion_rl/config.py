@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diffusion_rl.params import Limits
+from engine_control.config import ControlConfig
 
 Wire = Literal["json", "msgpack", "safetensors"]
 TimestepsForm = Literal["full", "filtered"]
@@ -66,6 +67,12 @@ class EngineConfig:
         brings, at most 8). A sample's bits still don't depend on its batch, but they are no longer those of a forward
         with gradients: ratios in a trainer aren't exactly 1. Not with several ranks; CUDA graphs are off then.
     verdict_cache: the folder in which certification keeps what it found for later starts; None: nowhere.
+    weight_version: what the weights that are loaded first are called.
+    control: how the control layer (refit, pause, sleep) behaves.
+    memory_saver: with `control.enable_memory_saver`, how memory is given back: `host` swaps storage on any device,
+        `vmm` (torch-memory-saver) keeps addresses on a GPU; `auto` is `vmm` where it works.
+    weight_load_formats: import paths (`package.module:function`) of loaders that weight updates may name.
+    weight_transfer_timeout_s: how long a weight sender may keep the engine waiting.
     """
 
     model_path: str = "embedded"
@@ -79,6 +86,11 @@ class EngineConfig:
     torch_compile_rows: int | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     verdict_cache: str | None = field(default_factory=default_verdict_cache)
+    weight_version: str = "default"
+    control: ControlConfig = field(default_factory=ControlConfig)
+    memory_saver: Literal["auto", "host", "vmm"] = "auto"
+    weight_load_formats: tuple[str, ...] = ()
+    weight_transfer_timeout_s: float = 300.0
     limits: Limits = field(default_factory=Limits)
 
 

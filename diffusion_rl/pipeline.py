@@ -17,16 +17,18 @@ from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
+from engine_control.errors import EnginePausedError
+from engine_control.methods import ControlMethods
 from engine_control.step_loop import StepLoop
 
 Progress = Callable[[int, int], None]
 
 
-class RolloutPipeline:
+class RolloutPipeline(ControlMethods):
     """Rolls out prompts and keeps what an RL trainer needs.
 
-    One pipeline is one engine; it is not thread-safe. Calls return one `RolloutSample` per sample, in order: all
-    samples of the first prompt, then those of the second.
+    One pipeline is one engine; it is not thread-safe. `ControlMethods` refits it, pauses it and puts it to sleep. Calls
+    return one `RolloutSample` per sample, in order: all samples of the first prompt, then those of the second.
     """
 
     def __init__(
@@ -54,6 +56,12 @@ class RolloutPipeline:
         self._engine = engine
         self._closing = weakref.finalize(self, engine.close)  # also at the interpreter's end
         self._loop: StepLoop[RolloutParams, list[RolloutSample]] = StepLoop(engine)
+        self._control = engine.controlled_by(self._loop)
+
+    def control_command(self, name: str, /, **arguments: Any) -> Any:
+        answer = self._loop.call(name, arguments)
+        self._loop.run_until_idle()
+        return answer.result()
 
     def close(self) -> None:
         """Ends the other ranks, if there are any; the pipeline rolls out nothing afterwards."""
@@ -103,11 +111,23 @@ class RolloutPipeline:
         """Log-probs of returned samples under given weights, with autograd; see `diffusion_rl.rollout.replay`."""
         return replay(self._engine.family, samples, transformer=transformer, steps=steps)
 
+    def _refuse_waiting(self) -> None:
+        """A call in this thread can't wait for a command that nobody else could give."""
+        state = self._control.state
+        error = state.refusal()
+        if error is None and (state.pause is not None or not state.may_step()):
+            error = EnginePausedError(
+                f"generation waits: the engine is {state.name}", hint="Continue it, or end the weight update, first."
+            )
+        if error is not None:
+            raise error
+
     def _run(self, requests: list[RolloutParams], progress: Progress | None) -> list[RolloutSample]:
         """Runs the requests to their end, in the same loop as the service, in this thread."""
         engine, ids = self._engine, [uuid.uuid4().hex for _ in requests]
         for request in requests:
             engine.check_request(request)
+        self._refuse_waiting()
         answers = [self._loop.submit(i, request) for i, request in zip(ids, requests, strict=True)]
         total = sum(r.num_outputs_per_prompt * engine.step_count(r) for r in requests) if progress else 0
 

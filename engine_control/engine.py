@@ -1,4 +1,5 @@
-"""The contract that an engine owes the step loop. Both engines fulfil it; the loop knows no more of them than this."""
+"""The contracts that an engine owes the step loop and the control layer. Both engines fulfil them; the layer knows no
+more of them than this."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine_control.errors import EngineError
+from engine_control.rank import Outcome, RankCommand
 
 Request = TypeVar("Request", contravariant=True)
 Result = TypeVar("Result")
@@ -51,3 +53,32 @@ class StepEngine(Protocol[Request, Result]):
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name, for `/metrics` and `/server_info`."""
+
+
+class ControlledEngine(StepEngine[Request, Result], Protocol):
+    """An engine that the control layer pauses, refits and puts to sleep. Called like a `StepEngine`, between steps."""
+
+    weight_version: str
+    """What the weights are called; a finished request says under which it was computed."""
+
+    def hold_admission(self, held: bool) -> None:
+        """While held, `step` begins no waiting request, and `has_unfinished_requests` says nothing of those."""
+
+    def request_ids(self) -> list[str]:
+        """Of all requests in the engine."""
+
+    def running_requests(self) -> list[str]:
+        """Those that have begun: a step may be in the middle of them."""
+
+    def retract_requests(self) -> int:
+        """Puts all that have begun back into the queue, to start anew. Says how many."""
+
+    def everywhere(self, command: RankCommand) -> list[Outcome]:
+        """Has every rank carry the command out, all at the same time, and returns their answers, rank 0's first.
+
+        Raises:
+            EngineDiedError: a rank is gone.
+        """
+
+    def flush_needs_idle(self) -> bool:
+        """Whether what is cached across requests can't be dropped while some are in flight."""

@@ -134,6 +134,49 @@ class EngineDiedError(EngineUnavailableError):
     default_code = "engine_died"
 
 
+class EnginePausedError(EngineUnavailableError):
+    """Generation is paused, and the pause was asked for in a form that refuses new requests. Retry after it."""
+
+    default_code = "engine_paused"
+
+
+class EngineAsleepError(EngineUnavailableError):
+    """What the request needs was released (or came back empty). Resume it, or send weights, then retry."""
+
+    default_code = "engine_asleep"
+
+
+class InconsistentWeightsError(EngineUnavailableError):
+    """The weights are neither the old ones nor the new ones. Only a complete, good refit ends this state."""
+
+    default_code = "inconsistent_weights"
+
+
+class InsufficientMemoryError(EngineUnavailableError):
+    """Memory that was released can't be had back now. Nothing was kept of the attempt; retry when there is room."""
+
+    default_code = "insufficient_memory"
+
+
+class ConflictError(EngineError):
+    """The call doesn't fit the state that the engine is in, or somebody else holds what it needs. Nothing changed."""
+
+    status = 409
+    default_code = "conflict"
+
+
+class RefitRefusedError(InvalidRequestError):
+    """New weights that can't be taken as they are. Not one byte of the old ones is different."""
+
+    default_code = "refit_refused"
+
+
+class WeightSessionError(InvalidRequestError):
+    """An update outside a session, a second begin, an end without a begin. No byte was touched."""
+
+    default_code = "weight_session"
+
+
 class EngineFaultError(EngineError):
     """The engine met a fault of its own while it computed this request."""
 

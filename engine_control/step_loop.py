@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -37,6 +39,38 @@ Result = TypeVar("Result")
 Handler = Callable[[Mapping[str, Any]], object]
 
 
+@dataclass(frozen=True)
+class Pending:
+    """What a command's handler returns that can't finish yet. Steps go on meanwhile; the command is answered, by what
+    `finish` returns or raises, as soon as `ready`. At `deadline` (in `time.monotonic`'s seconds; None: never) `expired`
+    answers."""
+
+    ready: Callable[[], bool]
+    finish: Callable[[], object]
+    deadline: Callable[[], float | None] = lambda: None
+    expired: Callable[[], object] = lambda: None
+
+
+class Gate(Protocol):
+    """Whether the engine may step and take requests now. It changes by commands alone, so never inside a step."""
+
+    def may_step(self) -> bool:
+        """While not, everything in the engine stays as it is."""
+
+    def refusal(self) -> EngineError | None:
+        """Why a new request is refused now; None if it is taken, perhaps to wait."""
+
+
+class OpenGate:
+    """The gate of a loop that nobody controls."""
+
+    def may_step(self) -> bool:
+        return True
+
+    def refusal(self) -> EngineError | None:
+        return None
+
+
 class StepLoop(Generic[Request, Result]):
     """Steps one engine. `submit`, `abort`, `call` and `stop` may be called from any thread; the rest from one only."""
 
@@ -45,11 +79,24 @@ class StepLoop(Generic[Request, Result]):
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Result]] = {}
         self._handlers: dict[str, Handler] = {"stats": lambda arguments: engine.stats()}
+        self._pending: list[tuple[Pending, Future[Any]]] = []
         self._stopping = False
+        self.gate: Gate = OpenGate()
 
     def register(self, name: str, handler: Handler) -> None:
-        """Adds a command. Afterwards `call(name, ...)` runs the handler between two steps. Call it before `run`."""
+        """Adds a command. Afterwards `call(name, ...)` runs the handler between two steps. Call it before `run`.
+
+        A handler that can't finish yet returns a `Pending`.
+        """
         self._handlers[name] = handler
+
+    def watch(self, pending: Pending) -> None:
+        """Has the loop finish something later that nobody waits for. For handlers, in the loop's thread."""
+        self._pending.append((pending, _running_future()))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> int:
+        """Aborts them at once, and says how many there were. For handlers, in the loop's thread."""
+        return sum([self._abort(request_id) for request_id in request_ids])
 
     def submit(self, request_id: str, request: Request) -> Future[Result]:
         """Posts a request. The future gets its result, or the `EngineError` that ended it; it can't be cancelled."""
@@ -61,13 +108,13 @@ class StepLoop(Generic[Request, Result]):
         """Posts an abort. Afterwards the request's own future holds a `RequestAbortedError`, and no step computes
         anything for it. The answer says whether there was such a request."""
         future = _running_future()
-        self._mailbox.put(lambda: _answer(future, lambda: self._abort(request_id)))
+        self._mailbox.put(lambda: self._answer(future, lambda: self._abort(request_id)))
         return future
 
     def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Future[object]:
         """Posts a named command. The future gets what its handler returns, or an `EngineError`."""
         future = _running_future()
-        self._mailbox.put(lambda: _answer(future, lambda: self._call(name, arguments or {})))
+        self._mailbox.put(lambda: self._answer(future, lambda: self._call(name, arguments or {})))
         return future
 
     def stop(self) -> None:
@@ -81,32 +128,59 @@ class StepLoop(Generic[Request, Result]):
         or of another rank, which no later step would survive either, leaves this method too.
         """
         while not self._stopping:
-            self._run_commands(wait=not self._engine.has_unfinished_requests())
+            self._run_commands(wait=not self._can_step())
+            self._settle()
             self._step()
-        self._fail_all(EngineUnavailableError("the engine is shutting down", hint="Send the request again later."))
+            self._settle()
+        ending = EngineUnavailableError("the engine is shutting down", hint="Send the request again later.")
+        self._fail_all(ending)
+        while self._pending:
+            self._pending.pop()[1].set_exception(ending)
 
     def run_until_idle(self, after_step: Callable[[], None] | None = None) -> None:
-        """Runs until the mailbox is empty and the engine has nothing to do. For use without a thread of its own.
+        """Runs until the mailbox is empty and the engine has nothing to do, or may do nothing. For use without a thread
+        of its own.
 
         `after_step` is called after every step, between steps like a command.
         """
         self._run_commands(wait=False)
-        while self._engine.has_unfinished_requests() and not self._stopping:
+        self._settle()
+        while self._can_step() and not self._stopping:
             self._step()
+            self._settle()
             if after_step is not None:
                 after_step()
             self._run_commands(wait=False)
+            self._settle()
+
+    def _can_step(self) -> bool:
+        return self.gate.may_step() and self._engine.has_unfinished_requests()
 
     def _run_commands(self, *, wait: bool) -> None:
         try:
             while not self._stopping:
-                self._mailbox.get(block=wait)()
+                self._mailbox.get(block=wait, timeout=self._next_deadline() if wait else None)()
                 wait = False
         except queue.Empty:
             return
 
+    def _next_deadline(self) -> float | None:
+        """Seconds until the first pending command expires."""
+        deadlines = [at for pending, _ in self._pending if (at := pending.deadline()) is not None]
+        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+
+    def _settle(self) -> None:
+        """Answers the commands that waited for something that is so now, or waited too long."""
+        for item in list(self._pending):
+            pending, future = item
+            deadline = pending.deadline()
+            late = deadline is not None and time.monotonic() >= deadline
+            if pending.ready() or late:
+                self._pending.remove(item)
+                self._answer(future, pending.finish if pending.ready() else pending.expired)
+
     def _step(self) -> None:
-        if self._stopping or not self._engine.has_unfinished_requests():
+        if self._stopping or not self._can_step():
             return
         try:
             finished = self._engine.step()
@@ -148,6 +222,8 @@ class StepLoop(Generic[Request, Result]):
             )
             return
         try:
+            if (refusal := self.gate.refusal()) is not None:
+                raise refusal
             self._engine.add_request(request_id, request)
         except Exception as error:
             if not isinstance(error, EngineError):
@@ -173,20 +249,27 @@ class StepLoop(Generic[Request, Result]):
     def _stop(self) -> None:
         self._stopping = True
 
+    def _answer(self, future: Future[Any], compute: Callable[[], object]) -> None:
+        """Answers with what `compute` returns or raises; later, if that is pending."""
+        try:
+            value = compute()
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("a command failed")
+            future.set_exception(_as_engine_error(error))
+            if isinstance(error, torch.AcceleratorError | EngineDiedError):
+                raise  # as in a step
+            return
+        if isinstance(value, Pending):
+            self._pending.append((value, future))
+        else:
+            future.set_result(value)
+
 
 def _running_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # from here on cancel() does nothing, so that an answer always fits
     return future
-
-
-def _answer(future: Future[Any], compute: Callable[[], object]) -> None:
-    try:
-        future.set_result(compute())
-    except Exception as error:
-        if not isinstance(error, EngineError):
-            logger.exception("a command failed")
-        future.set_exception(_as_engine_error(error))
 
 
 def _as_engine_error(error: Exception) -> EngineError:

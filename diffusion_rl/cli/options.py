@@ -109,6 +109,52 @@ ShareDevice = Annotated[
     bool, _rank("--share-device", text="All ranks on one GPU, through the host: to check bits, not for speed.")
 ]
 
+CONTROL = "Weights, pause and sleep"
+
+
+def _control(*names: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, rich_help_panel=CONTROL)  # type: ignore[no-any-return]
+
+
+WeightVersion = Annotated[str, _control(text="What the weights that are loaded first are called.")]
+ImplicitSessions = Annotated[
+    bool,
+    _control(
+        "--implicit-weight-sessions",
+        text="An update call without begin_weight_update is a session of its own. For trainers that open none; all or "
+        "nothing then holds for each call alone.",
+    ),
+]
+SessionTimeout = Annotated[
+    float, _control("--weight-session-timeout", text="Seconds after which a silent weight session is undone.")
+]
+RefuseDuringUpdate = Annotated[
+    bool, _control("--refuse-during-update", text="Answer rollouts with 503 while weights are updated; else they wait.")
+]
+EnableMemorySaver = Annotated[
+    bool, _control("--enable-memory-saver", text="Memory can be released and resumed (sleep and wake).")
+]
+Mechanism = Annotated[
+    Literal["auto", "host", "vmm"],
+    _control(
+        "--memory-saver",
+        text="How: host swaps storage on any device; vmm (torch-memory-saver) keeps addresses on a GPU; auto is vmm "
+        "where it works.",
+    ),
+]
+WeightsBackup = Annotated[
+    bool,
+    _control(
+        "--enable-weights-cpu-backup/--disable-weights-cpu-backup",
+        text="Whether a release keeps the transformer's weights in host memory, unless the call says. Without, a "
+        "complete update must follow the resume. Everything else is always kept.",
+    ),
+]
+CustomWeightLoader = Annotated[
+    list[str] | None,
+    _control("--custom-weight-loader", text="A package.module:function that load_format may name; repeat it."),
+]
+
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")]
 MaxBatchSize = Annotated[int, typer.Option(min=1, help="Samples that one denoising step advances together.")]

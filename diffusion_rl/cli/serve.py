@@ -7,8 +7,10 @@ import typer
 from diffusion_rl.cli import options
 from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig, default_verdict_cache
 from diffusion_rl.params import Limits
+from engine_control.config import ControlConfig
 
 ENGINE, SERVER, LIMITS, RANKS = EngineConfig(), ServerConfig(), Limits(), ParallelConfig()
+CONTROL = ControlConfig()
 MEBIBYTE = 1024 * 1024
 INTERRUPTED = 130  # exit code, as shells have it
 
@@ -32,6 +34,14 @@ def serve(
     enable_cfg_parallel: options.CfgParallel = RANKS.enable_cfg_parallel,
     guidance: options.Guidance = RANKS.guidance,
     share_device: options.ShareDevice = RANKS.share_device,
+    weight_version: options.WeightVersion = ENGINE.weight_version,
+    implicit_weight_sessions: options.ImplicitSessions = CONTROL.implicit_weight_sessions,
+    weight_session_timeout: options.SessionTimeout = CONTROL.weight_session_timeout_s,
+    refuse_during_update: options.RefuseDuringUpdate = CONTROL.refuse_during_update,
+    enable_memory_saver: options.EnableMemorySaver = CONTROL.enable_memory_saver,
+    memory_saver: options.Mechanism = ENGINE.memory_saver,
+    weights_backup: options.WeightsBackup = CONTROL.weights_backup,
+    custom_weight_loader: options.CustomWeightLoader = None,
     served_model_name: options.ServedModelName = SERVER.served_model_name,
     rollout_wire: options.RolloutWire = SERVER.rollout_wire,
     lenient_fields: options.LenientFields = SERVER.lenient_fields,
@@ -80,6 +90,16 @@ def serve(
         torch_compile_rows=torch_compile_rows,
         parallel=parallel,
         verdict_cache=None if no_verdict_cache else default_verdict_cache(),
+        weight_version=weight_version,
+        control=ControlConfig(
+            implicit_weight_sessions=implicit_weight_sessions,
+            weight_session_timeout_s=weight_session_timeout,
+            refuse_during_update=refuse_during_update,
+            enable_memory_saver=enable_memory_saver,
+            weights_backup=weights_backup,
+        ),
+        memory_saver=memory_saver,
+        weight_load_formats=tuple(custom_weight_loader or ()),
         limits=limits,
     )
     server_config = ServerConfig(

@@ -21,6 +21,7 @@ from diffusion_rl.parallel.groups import Rendezvous
 from diffusion_rl.parallel.layout import Layout, device_of
 from engine_control.errors import EngineDiedError, EngineError
 from engine_control.followers import Followers
+from engine_control.rank import Outcome
 
 FOLLOWER = "diffusion_rl.rollout.follower"
 
@@ -74,6 +75,9 @@ class Ranks(Protocol):
             RanksDisagreeError: a rank has another digest.
         """
 
+    def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
+        """Has every other rank carry the decision out while this one computes `own`; the outcomes, rank 0's first."""
+
     def together(self) -> AbstractContextManager[None]:
         """Around work that every rank takes part in."""
 
@@ -95,6 +99,9 @@ class NoRanks:
 
     def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
         pass
+
+    def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
+        return [own()]
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -166,6 +173,13 @@ class OtherRanks:
                         hint="A fault of the hardware or of this program; the engine must be started anew.",
                     )
                 )
+
+    def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
+        self._check()
+        self._followers.tell_each([decision] * (len(self._devices) - 1))
+        with self.together():
+            mine = own()
+        return [mine, *(msgspec.convert(answer, Outcome) for answer in self._followers.answers())]
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

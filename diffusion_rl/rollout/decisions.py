@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from diffusion_rl.rollout.queue import SampleState
+from engine_control.rank import RankCommand
 
 SampleKey = tuple[str, int]
 """A sample in flight: its request's id, and the index of its (or, for a trunk, its first) member."""
@@ -40,13 +41,19 @@ class Retire(msgspec.Struct, tag="retire", frozen=True):
     samples: list[SampleKey]
 
 
+class Retract(msgspec.Struct, tag="retract", frozen=True):
+    """A request that had begun waits again; its samples are dropped."""
+
+    request_id: str
+
+
 class Remove(msgspec.Struct, tag="remove", frozen=True):
     """A request is out of the engine: finished, failed or aborted."""
 
     request_id: str
 
 
-Decision = Add | Admit | Advance | Retire | Remove
+Decision = Add | Admit | Advance | Retire | Retract | Remove | RankCommand
 
 
 def key_of(sample: SampleState) -> SampleKey:

@@ -28,9 +28,10 @@ from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
 from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, cache_of, make_exact
 from diffusion_rl.rollout.compilation import compile_family, compiled_rows
-from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, digest, keys
+from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, Retract, digest, keys
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
+from diffusion_rl.rollout.rank_weights import RankWeights, rank_settings
 from diffusion_rl.rollout.result import complete_group, finished_sample
 from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import (
@@ -45,12 +46,23 @@ from diffusion_rl.rollout.samples import (
 from diffusion_rl.rollout.startup import one_rank, start_ranks
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
+from engine_control.control import Control
 from engine_control.engine import Finished
 from engine_control.errors import EngineDiedError, EngineError, EngineFaultError
+from engine_control.rank import Outcome, RankCommand, RankControl
+from engine_control.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
-INITIAL_WEIGHT_VERSION = "default"
+COUNTED = (
+    "steps",
+    "evaluations",
+    "samples_finished",
+    "requests_finished",
+    "requests_failed",
+    "requests_aborted",
+    "requests_retracted",
+)
 WORK_BUDGET_S = 0.1  # how long text encoding, and decoding, may each hold up the next step when there is much of it
 
 
@@ -85,9 +97,12 @@ class RolloutEngine:
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
         if self.ranks.arrangement.sequence is None:
             self.exactness = self._choose_runner(self.exactness)
-        self.weight_version = INITIAL_WEIGHT_VERSION
+        self.weight_version = self.config.weight_version
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
+        self.weights = RankWeights(family, self._prompts, self.config)
+        self._rank = RankControl(self.weights, rank_settings(self.config, 0))
+        self._held = False
         self._counts: Counter[str] = Counter()
         self._arrivals = 0
 
@@ -107,7 +122,30 @@ class RolloutEngine:
         return known
 
     def has_unfinished_requests(self) -> bool:
-        return len(self._queue) > 0
+        return len(self._queue.running_ids() if self._held else self._queue.request_ids()) > 0
+
+    def hold_admission(self, held: bool) -> None:
+        self._held = held
+
+    def request_ids(self) -> list[str]:
+        return self._queue.request_ids()
+
+    def running_requests(self) -> list[str]:
+        return self._queue.running_ids()
+
+    def retract_requests(self) -> int:
+        retracted = self._queue.running_ids()
+        for request_id in retracted:
+            self._queue.retract(request_id)
+            self.ranks.announce(Retract(request_id))
+        self._counts["requests_retracted"] += len(retracted)
+        return len(retracted)
+
+    def everywhere(self, command: RankCommand) -> list[Outcome]:
+        return self.ranks.everywhere(command, lambda: self._rank.carry_out(command))
+
+    def flush_needs_idle(self) -> bool:
+        return False  # a request that has begun holds its own conditioning
 
     @torch.no_grad()
     def step(self) -> list[Finished[list[RolloutSample]]]:
@@ -135,8 +173,7 @@ class RolloutEngine:
             "samples_waiting": self._queue.waiting_samples(),
             "samples_running": self._queue.running_samples(),
         }
-        names = ("steps", "evaluations", "samples_finished", "requests_finished", "requests_failed", "requests_aborted")
-        return {**{n: float(self._counts[n]) for n in names}, **{n: float(v) for n, v in gauges.items()}}
+        return {**{n: float(self._counts[n]) for n in COUNTED}, **{n: float(v) for n, v in gauges.items()}}
 
     def step_count(self, params: RolloutParams) -> int:
         """T, the number of steps that a request takes."""
@@ -174,8 +211,15 @@ class RolloutEngine:
             },
         }
 
+    def controlled_by(self, loop: StepLoop[RolloutParams, list[RolloutSample]]) -> Control:
+        """The control layer of this engine; afterwards the loop knows its commands."""
+        settings = rank_settings(self.config, 0)
+        return Control(self, self.weights.target, loop, self.config.control, world_size=settings.world_size)
+
     def close(self) -> None:
-        """Ends the other ranks, if there are any. The engine takes no step afterwards."""
+        """Closes transports, and ends the other ranks, if there are any. The engine takes no step afterwards."""
+        self._rank.close()
+        self.weights.memory.close()
         self.ranks.close()
 
     def _choose_runner(self, exactness: Exactness) -> Exactness:
@@ -213,7 +257,7 @@ class RolloutEngine:
         failed: list[Finished[list[RolloutSample]]] = []
         began = time.perf_counter()
         waiting = self._queue.take_waiting()
-        while len(self._queue.samples) < 2 * self.config.max_batch_size and not _spent(began):
+        while not self._held and len(self._queue.samples) < 2 * self.config.max_batch_size and not _spent(began):
             request = next(waiting, None)
             if request is None:
                 break

@@ -29,17 +29,20 @@ from diffusion_rl.rollout.decisions import (
     Decision,
     Remove,
     Retire,
+    Retract,
     SampleKey,
     digest,
     key_of,
 )
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
+from diffusion_rl.rollout.rank_weights import RankWeights, rank_settings
 from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import advance_batch, condition, parts_here, plan_request, split, start_samples
 from diffusion_rl.rollout.startup import Loader, join_ranks, load_rank, loaded, take_over
 from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
+from engine_control.rank import Outcome, RankCommand, RankControl
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +50,19 @@ logger = logging.getLogger(__name__)
 class Follower:
     """Carries out rank 0's decisions. A decision that can't be carried out raises, and ends the process."""
 
-    def __init__(self, family: ModelFamily, config: EngineConfig, arrangement: Arrangement) -> None:
+    def __init__(self, family: ModelFamily, config: EngineConfig, arrangement: Arrangement, rank: int) -> None:
         self._family = family
         self._config = config
         self._arrangement = arrangement
         self._prompts = PromptCache(family, config.prompt_cache_size)
+        self._control = RankControl(RankWeights(family, self._prompts, config), rank_settings(config, rank))
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[SampleKey, SampleState] = {}
 
     @torch.no_grad()
-    def carry_out(self, decision: Decision) -> Report | None:
+    def carry_out(self, decision: Decision) -> Report | Outcome | None:
+        if isinstance(decision, RankCommand):
+            return self._control.carry_out(decision)
         with self._family.exact(), torch.autocast(self._family.device.type, enabled=False):
             match decision:
                 case Add():
@@ -67,8 +73,9 @@ class Follower:
                     self._advance([self._samples[key] for key in decision.samples])
                 case Retire():
                     return own_report([digest(self._samples.pop(k)) for k in decision.samples], self._arrangement)
-                case Remove():
-                    self._requests.pop(decision.request_id, None)
+                case Remove() | Retract():
+                    if isinstance(decision, Remove):
+                        self._requests.pop(decision.request_id, None)
                     gone = [key for key in self._samples if key[0] == decision.request_id]
                     for key in gone:
                         del self._samples[key]
@@ -134,7 +141,7 @@ class _Life:
         )
         if arrangement.sequence is None:
             choose_runner(self._family, exactness, cuda_graphs=self._config.cuda_graphs)
-        self._follower = Follower(self._family, self._config, arrangement)
+        self._follower = Follower(self._family, self._config, arrangement, self._load.rank)
         return exactness.enabled
 
 

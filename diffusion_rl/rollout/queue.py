@@ -117,8 +117,20 @@ class RequestQueue:
         self.samples = [s for s in self.samples if s.request.request_id != request_id]
         return known is not None
 
+    def retract(self, request_id: str) -> None:
+        """A request that has begun waits again, as if it had just been added; what it had computed is dropped."""
+        request = self._running.pop(request_id)
+        self.samples = [s for s in self.samples if s.request is not request]
+        request.results.clear()
+        request.conditioning = request.denoising_env = None
+        self._waiting[request_id] = request
+
     def request_ids(self) -> list[str]:
         return [*self._waiting, *self._running]
+
+    def running_ids(self) -> list[str]:
+        """Of the requests that have begun."""
+        return list(self._running)
 
     def waiting_samples(self) -> int:
         return sum(r.params.num_outputs_per_prompt for r in self._waiting.values())

@@ -35,7 +35,8 @@ def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSa
 
     engine = build_engine(config, on_death=_end)
     loop = StepLoop(engine)
-    loop.register("describe", lambda arguments: engine.describe())
+    control = engine.controlled_by(loop)
+    loop.register("describe", lambda arguments: {**engine.describe(), "control": control.state.describe()})
     return loop, engine.describe()
 
 

@@ -1,0 +1,86 @@
+"""What the control layer refits and releases on one rank of this engine: the pipeline's modules, graphs and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import ModelFamily
+from diffusion_rl.models.graphs import CudaGraphs
+from diffusion_rl.parallel.layout import layout_of
+from diffusion_rl.rollout.prompt_cache import PromptCache
+from engine_control.config import RankSettings
+from engine_control.errors import InvalidRequestError
+from engine_control.memory.base import MemoryMechanism, mechanisms
+from engine_control.memory.saver import MemorySaver
+from engine_control.refit.target import ModuleTarget
+
+TRAINED = ("transformer", "transformer_2")
+"""The modules that a trainer trains: what a session is about that names none, and all that a release without backup may
+lose. Nobody would send the others again."""
+
+
+class RankWeights:
+    """An `engine_control.rank.RankEngine`. Every rank has one; rank 0's belongs to its engine."""
+
+    def __init__(self, family: ModelFamily, prompts: PromptCache, config: EngineConfig) -> None:
+        """With the memory saver enabled, afterwards every weight lies in memory that can be given back."""
+        self._family = family
+        self._prompts = prompts
+        self._modules: Mapping[str, torch.nn.Module] = {
+            name: module for name, module in family.pipeline.components.items() if isinstance(module, torch.nn.Module)
+        }
+        self.device = family.device
+        self.target = ModuleTarget(self._modules, main=[name for name in TRAINED if name in self._modules])
+        mechanism = _mechanism(config, family.device)
+        self.memory = MemorySaver(mechanism, pinned=family.device.type == "cuda")
+        if config.control.enable_memory_saver:
+            self.memory.hold("weights", self._tensors, discardable=self._discardable)
+            self.memory.on_release("kv_cache", self._prompts.clear)  # all that is kept between requests
+            self.memory.on_release("cuda_graph", self._drop_graphs)
+            if not mechanism.keeps_addresses:
+                self.memory.on_release("weights", self._drop_graphs)
+
+    def flush_caches(self, modules: Sequence[str] | None) -> None:
+        """Prompt embeddings come from the text encoders alone; a graph reads weights where they lie."""
+        if modules is None or not set(modules) <= set(TRAINED):
+            self._prompts.clear()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{owner}.{name}": tensor
+            for owner, module in self._modules.items()
+            for named in (module.named_parameters(), module.named_buffers())
+            for name, tensor in named
+        }
+
+    def _discardable(self, name: str) -> bool:
+        owner, _, path = name.partition(".")
+        return owner in TRAINED and path in dict(self._modules[owner].named_parameters())
+
+    def _drop_graphs(self) -> None:
+        if isinstance(self._family.runner, CudaGraphs):
+            self._family.runner.clear()
+
+
+def rank_settings(config: EngineConfig, rank: int) -> RankSettings:
+    """What the control layer of that rank needs to know."""
+    ranks = layout_of(config.parallel).ranks
+    return RankSettings(rank, ranks, config.weight_load_formats, config.weight_transfer_timeout_s)
+
+
+def _mechanism(config: EngineConfig, device: torch.device) -> MemoryMechanism:
+    if config.memory_saver != "auto":
+        return mechanisms.get(config.memory_saver)(device)
+    if config.control.enable_memory_saver and device.type == "cuda":
+        try:
+            return mechanisms.get("vmm")(device)
+        except InvalidRequestError:
+            pass
+    return mechanisms.get("host")(device)

@@ -1,0 +1,455 @@
+"""A refit from rank 0's side: one session at a time, applied, verified, and committed or undone on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine_control.engine import ControlledEngine
+from engine_control.errors import (
+    ConflictError,
+    EngineError,
+    EngineFaultError,
+    InvalidRequestError,
+    WeightSessionError,
+    from_message,
+)
+from engine_control.rank import Outcome, RankCommand
+from engine_control.refit.target import RefitTarget
+from engine_control.state import ControlState, OpenSession
+from engine_control.step_loop import Pending, StepLoop
+
+logger = logging.getLogger(__name__)
+
+SUCCESS = {"success": True, "message": "Success"}
+HISTORY = 1000
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """A committed refit. `digest` is over all tensors that came; `number` counts from 1 since the engine's start."""
+
+    number: int
+    weight_version: str
+    modules: tuple[str, ...]
+    tensors: int
+    digest: str
+
+
+class RefitConductor:
+    """The weight commands. Each is one command of the loop, and leaves the engine as it was if it raises."""
+
+    def __init__(
+        self,
+        engine: ControlledEngine[Any, Any],
+        target: RefitTarget,
+        state: ControlState,
+        loop: StepLoop[Any, Any],
+        *,
+        implicit_sessions: bool = False,
+        session_timeout_s: float = 600.0,
+    ) -> None:
+        self._engine = engine
+        self._target = target
+        self._state = state
+        self._loop = loop
+        self._implicit = implicit_sessions
+        self._timeout_s = session_timeout_s
+        self._snapshot: dict[str, str] | None = None
+        self.history: deque[WeightUpdate] = deque(maxlen=HISTORY)
+        self.count = 0
+
+    def begin_weight_update(
+        self,
+        selector: str = "all",
+        *,
+        target_modules: Sequence[str] | None = None,
+        partial: bool = False,
+        staged: bool = False,
+        in_place: bool = False,
+        session_id: str | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        abort_all_requests: bool = False,
+    ) -> object:
+        """Opens the session. In place, no step runs until its end; staged, steps go on until the new weights are
+        swapped in. What is in flight finishes first, unless it is paused, `in_place` or `staged` is asked for, or
+        `abort_all_requests` ends it.
+
+        Raises:
+            WeightSessionError: a session is open already.
+            ConflictError: another controller's is; or the weights' memory is released.
+        """
+        self._refuse_second(session_id)
+        if self._state.asleep:
+            raise ConflictError(
+                "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
+            )
+        modules = self._modules(selector, target_modules)
+        if abort_all_requests:
+            self._loop.abort_requests(self._engine.request_ids())
+
+        def open_now() -> dict[str, Any]:
+            self._refuse_second(session_id)
+            return self._begin(modules, partial=partial, staged=staged, session_id=session_id)
+
+        frozen = self._state.pause is not None and not self._state.may_step()
+        return open_now() if in_place or staged or frozen else self._state.when_drained(open_now)
+
+    def update_weights(
+        self,
+        transport: str,
+        info: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        selector: str = "all",
+        target_modules: Sequence[str] | None = None,
+        partial: bool | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> object:
+        """Applies one call's tensors within the open session. Without one, disk updates (and with implicit sessions
+        every update) are a session of their own: complete for disk, by default partial for the others.
+
+        Raises:
+            WeightSessionError: there is no session, and this transport needs one.
+            RefitRefusedError: a tensor can't be taken; nothing of this call was applied.
+        """
+        if self._state.session is None:
+            if transport != "disk" and not self._implicit:
+                raise WeightSessionError(
+                    f"update_weights_from_{transport} must run between begin_weight_update() and end_weight_update()",
+                    hint="Or start with --implicit-weight-sessions: each call is then a session of its own.",
+                )
+            begun = self.begin_weight_update(
+                selector,
+                target_modules=target_modules,
+                partial=transport != "disk" if partial is None else partial,
+                abort_all_requests=abort_all_requests,
+            )
+
+            def rest(_: object) -> object:
+                return self._whole(transport, info, weight_version=weight_version, flush=flush_cache)
+
+            return _then(begun, rest)
+        session = self._owned(session_id)
+        if session.spoiled is not None:
+            raise _spoiled(session)
+        received = self._update(transport, info)
+        session.weight_version = weight_version or session.weight_version
+        session.flush |= flush_cache
+        return {**SUCCESS, **received}
+
+    def end_weight_update(
+        self,
+        *,
+        session_id: str | None = None,
+        weight_version: str | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        flush_cache: bool = True,
+    ) -> dict[str, Any]:
+        """Verifies what came, on every rank, and commits it. If anything is wrong, all is undone and the
+        session closed."""
+        session = self._owned(session_id)
+        if session.spoiled is not None:
+            self._abort("one of its updates was refused")
+            raise _spoiled(session)
+        if weight_version is not None:
+            session.weight_version = weight_version
+        return self._end(manifest, flush=flush_cache or session.flush)
+
+    def abort_weight_update(self, *, session_id: str | None = None) -> dict[str, Any]:
+        """Undoes what came and closes the session. The weights are what they were before."""
+        self._owned(session_id)
+        self._abort("it was aborted")
+        return {"success": True, "message": "The weight update was undone."}
+
+    def init_weight_transfer(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Has every rank open a channel of that transport."""
+        self._everywhere("init_transport", transport=transport, info=dict(info))
+        return {"success": True, "message": "Weight transfer initialized"}
+
+    def shutdown_weight_transfer(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Has every rank close it."""
+        if self._state.session is not None:
+            raise ConflictError("a weight-update session is open", hint="End or abort it first.")
+        self._everywhere("shutdown_transport", transport=transport, info=dict(info))
+        return {"success": True, "message": "Weight transfer shut down"}
+
+    def update_weight_version(self, new_version: str, *, abort_all_requests: bool = False) -> dict[str, Any]:
+        """Renames the weights as they are. Unlike SGLang's, it aborts nothing unless it is asked to."""
+        if abort_all_requests:
+            self._loop.abort_requests(self._engine.request_ids())
+        self._engine.weight_version = new_version
+        return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
+
+    def get_weights_checksum(self, module_names: Sequence[str] | None = None) -> dict[str, str]:
+        """SHA-256 of each module, equal on all ranks.
+
+        Raises:
+            EngineFaultError: the ranks hold different weights.
+        """
+        found = self._everywhere("checksum", modules=None if module_names is None else list(module_names))
+        for rank, other in enumerate(found[1:], start=1):
+            if other != found[0]:
+                raise EngineFaultError(f"rank {rank} holds other weights than rank 0", code="ranks_disagree")
+        sums: dict[str, str] = found[0]
+        return sums
+
+    def check_tensors(self, target_module: str, expected_named_tensors_sha256: Mapping[str, str]) -> dict[str, Any]:
+        """Compares SHA-256 hashes of single tensors on every rank."""
+        self._everywhere("check_tensors", module=target_module, expected=dict(expected_named_tensors_sha256))
+        return {"success": True, "message": f"{len(expected_named_tensors_sha256)} tensors are equal"}
+
+    def get_weights_by_name(self, name: str, *, truncate_size: int = 100, module: str | None = None) -> object:
+        """The first `truncate_size` rows of a weight, as lists of numbers."""
+        return self._everywhere("weights_by_name", name=name, truncate_size=truncate_size, module=module)[0]
+
+    def weights_checker(self, action: str = "checksum", *, baseline: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """`checksum` of every tensor; `snapshot` keeps them; `compare` says which differ from the snapshot (or from
+        `baseline`); `reset_tensors` sets the weights to zero, so that only a complete update can bring them back."""
+        if action == "reset_tensors":
+            if self._state.session is not None:
+                raise ConflictError("a weight-update session is open", hint="End or abort it first.")
+            modules = list(self._target.default_modules("all"))
+            self._everywhere("reset_tensors", modules=modules)
+            self._state.broken |= frozenset(modules)
+            self._state.apply()
+            return dict(SUCCESS)
+        if action not in ("checksum", "snapshot", "compare"):
+            raise InvalidRequestError(
+                f"unknown action {action!r}",
+                field="action",
+                value=action,
+                hint="Known: checksum, snapshot, reset_tensors, compare.",
+            )
+        sums: dict[str, str] = self._everywhere("tensor_checksums")[0]
+        if action == "snapshot":
+            self._snapshot = sums
+            return dict(SUCCESS)
+        if action == "checksum":
+            return {**SUCCESS, "checksums": sums}
+        wanted = self._snapshot if baseline is None else dict(baseline)
+        if wanted is None:
+            raise InvalidRequestError("there is nothing to compare with", hint="Take a snapshot, or send a baseline.")
+        differing = sorted(n for n in sums.keys() | wanted.keys() if sums.get(n) != wanted.get(n))
+        if differing:
+            raise InvalidRequestError(
+                f"{len(differing)} tensors differ, such as {differing[0]}",
+                code="weights_differ",
+                field=differing[0],
+                value=", ".join(differing),
+            )
+        return {**SUCCESS, "checksums": sums, "mismatches": []}
+
+    def weight_modules(self) -> dict[str, Any]:
+        """The modules that can be refitted, and those that a session is about that names none."""
+        return {"modules": list(self._target.modules()), "main": list(self._target.default_modules("all"))}
+
+    def weight_info(self) -> dict[str, Any]:
+        """The version, how many updates were committed since the start, and the last of them."""
+        return {
+            "weight_version": self._engine.weight_version,
+            "weight_update_count": self.count,
+            "history": [asdict(update) for update in self.history],
+        }
+
+    def _begin(self, modules: Sequence[str], *, partial: bool, staged: bool, session_id: str | None) -> dict[str, Any]:
+        state = self._state
+        lost = state.broken & frozenset(modules)
+        arguments = {"modules": list(modules), "partial": partial and not lost, "staged": staged, "undo": not lost}
+        outcomes = self._ask("begin", **arguments)
+        if _first_error(outcomes) is not None:
+            self._ask("undo")
+            self._raise_first(outcomes)
+        state.session = OpenSession(
+            id=session_id or uuid.uuid4().hex,
+            owner=session_id,
+            modules=tuple(modules),
+            staged=staged,
+            can_undo=not lost,
+            last_call=time.monotonic(),
+        )
+        state.apply()
+        self._watch(state.session)
+        what = "The weights there were released, so only a complete update can be committed." if lost else "Success"
+        return {
+            "success": True,
+            "message": what,
+            "session_id": state.session.id,
+            "undo": "none" if lost else outcomes[0].value,
+            "must_be_complete": bool(lost) or not partial,
+        }
+
+    def _update(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
+        outcomes = self._ask("update", transport=transport, info=dict(info))
+        error = _first_error(outcomes)
+        if error is not None:
+            self._ask("undo_last_call")
+            session = self._owned_or_none()
+            if session is not None:
+                session.spoiled = error.message
+            raise error
+        return dict(outcomes[0].value)
+
+    def _whole(
+        self, transport: str, info: Mapping[str, Any], *, weight_version: str | None, flush: bool
+    ) -> dict[str, Any]:
+        """One call that is a session of its own, which has just begun."""
+        session = self._owned(None)
+        session.weight_version = weight_version
+        try:
+            received = self._update(transport, info)
+        except EngineError:
+            self._abort("its only call was refused")
+            raise
+        return {**self._end(None, flush=flush), **received}
+
+    def _end(self, manifest: Mapping[str, Any] | None, *, flush: bool) -> dict[str, Any]:
+        outcomes = self._ask("verify", manifest=None if manifest is None else dict(manifest))
+        if _first_error(outcomes) is not None:
+            self._abort("it could not be verified")
+            self._raise_first(outcomes)
+        verified: dict[str, Any] = outcomes[0].value
+        if any(outcome.value != verified for outcome in outcomes):
+            self._abort("the ranks received different weights")
+            raise EngineFaultError(
+                "the ranks received different weights; the update was undone",
+                code="ranks_disagree",
+                hint="Send it again.",
+            )
+        self._commit(flush=flush)
+        return self._committed(verified)
+
+    def _commit(self, *, flush: bool) -> None:
+        outcomes = self._ask("commit", flush=flush)
+        if _first_error(outcomes) is None:
+            return
+        everywhere = all(outcome.error is not None for outcome in outcomes)
+        undone = everywhere and _first_error(self._ask("undo")) is None
+        self._close(None if undone else "a commit failed on some ranks, or could not be undone")
+        self._raise_first(outcomes)
+
+    def _committed(self, verified: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._owned_or_none()
+        assert session is not None
+        if session.weight_version is not None:
+            self._engine.weight_version = session.weight_version
+        touched = tuple(verified["touched"])
+        self._state.mend(touched)
+        self.count += 1
+        version = self._engine.weight_version
+        self.history.append(WeightUpdate(self.count, version, touched, verified["tensors"], verified["digest"]))
+        self._close(None)
+        return {**SUCCESS, "weight_version": version, "digest": verified["digest"]}
+
+    def _abort(self, reason: str) -> None:
+        """Undoes the open session on every rank, and closes it."""
+        session = self._owned_or_none()
+        assert session is not None
+        failed = _first_error(self._ask("undo"))
+        if failed is not None:
+            self._close(f"an update could not be undone: {failed.message}")
+        elif not session.can_undo:
+            self._close(f"an update after a release without backup failed ({reason})")
+        else:
+            self._close(None)
+
+    def _close(self, inconsistent: str | None) -> None:
+        session, self._state.session = self._state.session, None
+        if inconsistent is not None and session is not None:
+            logger.error("the weights are inconsistent: %s", inconsistent)
+            self._state.inconsistent = inconsistent
+            self._state.broken |= frozenset(session.modules)
+        self._state.apply()
+
+    def _watch(self, session: OpenSession) -> None:
+        """A session whose controller is silent for too long is undone."""
+
+        def expire() -> None:
+            logger.error("weight-update session %s was silent for %g s; it is undone", session.id, self._timeout_s)
+            self._abort("its controller went silent")
+
+        self._loop.watch(
+            Pending(
+                ready=lambda: self._state.session is not session,
+                finish=lambda: None,
+                deadline=lambda: session.last_call + self._timeout_s,
+                expired=expire,
+            )
+        )
+
+    def _refuse_second(self, session_id: str | None) -> None:
+        session = self._state.session
+        if session is None:
+            return
+        if session.owner is not None and session.owner != session_id:
+            raise _foreign(session)
+        raise WeightSessionError("a weight-update session is already open; call end_weight_update() first")
+
+    def _owned(self, session_id: str | None) -> OpenSession:
+        session = self._state.session
+        if session is None:
+            raise WeightSessionError("no weight-update session is open; call begin_weight_update() first")
+        if session.owner != session_id and (session.owner is not None or session_id != session.id):
+            raise _foreign(session)
+        session.last_call = time.monotonic()
+        return session
+
+    def _owned_or_none(self) -> OpenSession | None:
+        return self._state.session
+
+    def _modules(self, selector: str, target_modules: Sequence[str] | None) -> list[str]:
+        if selector not in ("target", "draft", "all"):
+            raise InvalidRequestError(
+                f"unknown selector {selector!r}", field="selector", value=selector, hint="Known: target, draft, all."
+            )
+        return list(target_modules) if target_modules else list(self._target.default_modules(selector))
+
+    def _ask(self, name: str, /, **arguments: Any) -> list[Outcome]:
+        return self._engine.everywhere(RankCommand(name, arguments))
+
+    def _everywhere(self, name: str, /, **arguments: Any) -> list[Any]:
+        outcomes = self._ask(name, **arguments)
+        self._raise_first(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def _raise_first(self, outcomes: Sequence[Outcome]) -> None:
+        error = _first_error(outcomes)
+        if error is not None:
+            raise error
+
+
+def _first_error(outcomes: Sequence[Outcome]) -> EngineError | None:
+    return next((from_message(o.error) for o in outcomes if o.error is not None), None)
+
+
+def _spoiled(session: OpenSession) -> WeightSessionError:
+    return WeightSessionError(
+        f"an update of this session was refused ({session.spoiled}), so it can't be committed",
+        code="session_spoiled",
+        hint="Begin again and send all weights.",
+    )
+
+
+def _foreign(session: OpenSession) -> ConflictError:
+    return ConflictError(
+        f"the weight-update session that is open belongs to {session.owner or session.id!r}",
+        code="foreign_session",
+        field="session_id",
+        value=session.owner or session.id,
+        hint="Wait until it has ended, or send its session_id.",
+    )
+
+
+def _then(value: object, following: Callable[[object], object]) -> object:
+    """What `following` makes of the value, now or when it is there."""
+    if not isinstance(value, Pending):
+        return following(value)
+    pending = value
+    return Pending(pending.ready, lambda: following(pending.finish()), pending.deadline, pending.expired)
