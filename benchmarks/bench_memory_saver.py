@@ -146,7 +146,7 @@ def _baselines(device: torch.device, size: int) -> Iterator[Mapping[str, Callabl
                 done += os.pwrite(file.fileno(), data[done : done + 2**30], done)
 
         def read() -> None:
-            fresh = memoryview(mmap.mmap(-1, size))
+            fresh = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             done = 0
             while done < size:
                 done += os.preadv(file.fileno(), [fresh[done : done + 2**30]], done)
