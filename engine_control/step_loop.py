@@ -159,7 +159,9 @@ class StepLoop(Generic[Request, Result]):
     def _run_commands(self, *, wait: bool) -> None:
         try:
             while not self._stopping:
-                self._mailbox.get(block=wait, timeout=self._next_deadline() if wait else None)()
+                command = self._mailbox.get(block=wait, timeout=self._next_deadline() if wait else None)
+                self._settle()  # what was due before this command is done before it
+                command()
                 wait = False
         except queue.Empty:
             return
