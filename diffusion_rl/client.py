@@ -2,13 +2,13 @@
 
 client = RolloutClient("http://127.0.0.1:30000")
 samples = client.generate("a red square", num_outputs_per_prompt=4, seed=42, rollout_return_dit_trajectory=True)
+client.refit(transformer.state_dict(), weight_version="1")
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -24,7 +24,8 @@ from diffusion_rl.server.encoding import (
     decode_safetensors,
 )
 from diffusion_rl.server.rows import sample_from_plain
-from engine_control.errors import EngineError, ErrorMessage, InvalidRequestError, from_message
+from engine_control.client import ControlClient, checked, error_from
+from engine_control.errors import InvalidRequestError
 
 __all__ = ["DecodeError", "RolloutClient", "decode_json", "decode_msgpack", "decode_safetensors"]
 
@@ -35,11 +36,12 @@ DECODERS: Mapping[str, Callable[[Buffer], list[dict[str, Any]]]] = {
 }
 
 
-class RolloutClient:
-    """Talks to one service. Rollouts take as long as they take: there is no time-out unless one is given."""
+class RolloutClient(ControlClient):
+    """Talks to one service: rollouts, and all that `ControlClient` has. Rollouts take as long as they take: there is no
+    time-out unless one is given."""
 
     def __init__(self, base_url: str, *, timeout: float | None = None, wire: Wire = "safetensors") -> None:
-        self._client = httpx.Client(base_url=base_url, timeout=timeout)
+        super().__init__(base_url, timeout=timeout)
         self._wire = wire
 
     def generate(self, prompt: str, **fields: Any) -> list[RolloutSample]:
@@ -72,51 +74,12 @@ class RolloutClient:
 
     def abort(self, rid: str) -> bool:
         """Aborts the request that was sent with this `rid`. Says whether it was being computed."""
-        return bool(_checked(self._client.post("/abort_request", json={"rid": rid})).json()["aborted"])
-
-    def health(self) -> bool:
-        """Whether the service takes requests."""
-        return self._client.get("/health").status_code == 200
+        return bool(checked(self._client.post("/abort_request", json={"rid": rid})).json()["aborted"])
 
     def server_info(self) -> dict[str, Any]:
         """What is loaded and how it is served."""
-        info: dict[str, Any] = _checked(self._client.get("/server_info")).json()
+        info: dict[str, Any] = checked(self._client.get("/server_info")).json()
         return info
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._client.close()
-
-    def __enter__(self) -> RolloutClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def error_from(response: httpx.Response) -> EngineError:
-    """The error that a problem+json reply stands for; for a reply of another kind an `EngineError` that quotes it."""
-    try:
-        problem = response.json()
-        message = ErrorMessage(
-            problem["code"],
-            problem["status"],
-            problem["detail"],
-            problem.get("field"),
-            problem.get("value"),
-            problem.get("hint"),
-        )
-    except (KeyError, TypeError, ValueError):
-        return EngineError(f"status {response.status_code}: {response.text[:200]}")
-    return from_message(message)
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.status_code != 200:
-        raise error_from(response)
-    return response
 
 
 def _read(response: httpx.Response) -> bytearray:

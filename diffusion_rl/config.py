@@ -102,9 +102,9 @@ class ServerConfig:
     lenient_fields: ignore unknown request fields instead of refusing them (for foreign clients).
     dit_trajectory_timesteps: `full` sends all T + 1 timesteps; `filtered` only those of the returned states.
     max_restarts: engine crashes in a row (without a finished request between) after which the service gives up.
-    max_body_bytes: longest request body; a longer one gets a 413.
+    max_body_bytes: longest request body; a longer one gets a 413. max_weights_body_bytes: of routes that take weights.
     body_timeout_s: how long a request's headers may take to arrive (then the connection is closed), and after them its
-        body (then it gets a 408).
+        body (then it gets a 408). weights_body_timeout_s: the same for bodies of routes that take weights.
     max_requests_in_flight: rollout requests, from their arrival to the last byte of their reply; more get a 429.
     max_reply_bytes_in_flight: while replies of more than that together are not taken by their clients, further rollout
         requests get a 429. Replies that were being computed by then still come on top.
@@ -119,7 +119,9 @@ class ServerConfig:
     lenient_fields: bool = False
     dit_trajectory_timesteps: TimestepsForm = "full"
     max_body_bytes: int = 4 * 1024 * 1024
+    max_weights_body_bytes: int = 8 * 1024**3
     body_timeout_s: float = 30.0
+    weights_body_timeout_s: float = 600.0
     engine_start_timeout_s: float = 600.0
     max_restarts: int = 5
     max_requests_in_flight: int = 2048

@@ -21,6 +21,9 @@ from diffusion_rl.server.problem import install_error_handlers
 from diffusion_rl.server.routes import ROLLOUT_PATH, health_router, info_router, rollout_router
 from diffusion_rl.server.service import RolloutService
 from engine_control.errors import EngineUnavailableError, InvalidRequestError
+from engine_control.server.bodies import WEIGHT_PATHS
+from engine_control.server.sglang import sglang_router
+from engine_control.server.vllm import vllm_router
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,18 @@ def create_app(
     app.include_router(rollout_router(service))
     app.include_router(health_router(service))
     app.include_router(info_router(service))
-    app.add_middleware(BodyLimit, max_bytes=server_config.max_body_bytes, timeout_s=server_config.body_timeout_s)
+    app.include_router(sglang_router(service, engine="diffusion"))
+    app.include_router(vllm_router(service))
+    app.add_middleware(
+        BodyLimit, max_bytes=server_config.max_body_bytes, timeout_s=server_config.body_timeout_s, but=WEIGHT_PATHS
+    )
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=server_config.max_weights_body_bytes,
+        timeout_s=server_config.weights_body_timeout_s,
+        only=WEIGHT_PATHS,
+        raised_by=("max_weights_body_bytes", "weights_body_timeout_s"),
+    )
     app.add_middleware(
         LimitInFlight,
         path=ROLLOUT_PATH,

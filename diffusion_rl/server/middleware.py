@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 
 from prometheus_client import Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,13 +19,27 @@ class BodyLimit:
     """Refuses a body that is too long: by its Content-Length before a byte is read, or as soon as that many came in.
     Refuses one that isn't complete in time, too."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        only: Collection[str] = (),
+        but: Collection[str] = (),
+        raised_by: tuple[str, str] = ("--max-body-mb", "--body-timeout-s"),
+    ) -> None:
+        """`only`: the limits are for requests to these paths, if any are named; `but`: for those to all others.
+        `raised_by`: what raises the two limits, for those who run into them."""
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._only = frozenset(only)
+        self._but = frozenset(but)
+        self._raised_by = raised_by
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or not self._concerns("/" + scope["path"].rsplit("/", 1)[-1]):
             await self._app(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
@@ -49,18 +64,21 @@ class BodyLimit:
 
         await self._app(scope, limited, send)
 
+    def _concerns(self, path: str) -> bool:
+        return path not in self._but and (not self._only or path in self._only)
+
     def _late(self, received: int) -> BodyTimeoutError:
         return BodyTimeoutError(
             f"the body was not complete after {self._timeout_s:g} s; {received} bytes had arrived",
             value=received,
-            hint="Send it faster, or raise the server's --body-timeout-s.",
+            hint=f"Send it faster, or raise the server's {self._raised_by[1]}.",
         )
 
     def _too_large(self, size: int) -> PayloadTooLargeError:
         return PayloadTooLargeError(
             f"a body of {size} bytes or more, at most {self._max_bytes} are read",
             value=size,
-            hint="Send less, or raise the server's --max-body-mb.",
+            hint=f"Send less, or raise the server's {self._raised_by[0]}.",
         )
 
 

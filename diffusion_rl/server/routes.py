@@ -16,7 +16,7 @@ from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
 from diffusion_rl.server.problem import PROBLEM_TYPE, Problem
 from diffusion_rl.server.responses import BodyResponse, read_body, unless_disconnected
 from diffusion_rl.server.schema import EXAMPLE, RolloutRequest, load_json, outline
-from diffusion_rl.server.service import RolloutService
+from diffusion_rl.server.service import HEALTH_WAIT_S, RolloutService
 from engine_control.errors import EngineError, InvalidRequestError
 from engine_control.process import EngineState
 
@@ -37,12 +37,6 @@ TENSOR_DOC = (
     "with the key `t`: base64 in JSON, bytes in msgpack. `application/vnd.safetensors` is one file for all rows: its "
     'metadata entry `rollout` holds the rows, with `{"__tensor__": name}` for each tensor.'
 )
-
-
-class AbortRequest(BaseModel):
-    """Which request to abort."""
-
-    rid: str
 
 
 class AbortReply(BaseModel):
@@ -78,14 +72,22 @@ def rollout_router(service: RolloutService) -> APIRouter:
 
     @router.post("/abort_request", responses=_refusals(400, 503), response_model=AbortReply)
     async def abort_request(request: Request) -> AbortReply:
-        """Aborts the request that was sent with this `rid`; it is answered with status 499."""
+        """Aborts the request that was sent with this `rid`; it is answered with status 499. With `prefix: true`, all
+        whose rid begins so; with `abort_all: true`, all."""
         check_json_content_type(request.headers.get("content-type"))
-        rid = (await read_body(request, load_json)).get("rid")
+        body = await read_body(request, load_json)
+        rid, prefix, everything = (body.get(name) for name in ("rid", "prefix", "abort_all"))
+        for name, flag in (("prefix", prefix), ("abort_all", everything)):
+            if not isinstance(flag, bool | None):
+                raise InvalidRequestError("must be true or false", field=name, value=outline(flag), hint="See /docs.")
+        if everything:
+            found = await service.call("abort_requests", {"abort_all": True})
+            return AbortReply(success=True, aborted=bool(found["aborted"]))
         if not isinstance(rid, str):
             raise InvalidRequestError(
-                "must be a string", field="rid", value=outline(rid), hint="Send the request's rid."
+                "must be a string", field="rid", value=outline(rid), hint="Send the request's rid, or abort_all: true."
             )
-        return AbortReply(success=True, aborted=await service.supervisor.abort(rid))
+        return AbortReply(success=True, aborted=await service.abort(rid, prefix=bool(prefix)))
 
     return router
 
@@ -94,11 +96,14 @@ def health_router(service: RolloutService) -> APIRouter:
     """`/health`, `/liveness` and `/health_generate`."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/health", responses={503: {"description": "Starting, restarting or gone."}})
+    @router.get("/health", responses={503: {"description": "Starting, restarting, gone, or with broken weights."}})
     async def health() -> JSONResponse:
-        """Whether the engine takes requests. Answers at once, whatever the engine is doing."""
+        """Whether the engine is well. Answers at once, whatever the engine is doing; paused or asleep, it is well."""
         state = service.supervisor.state
         if state is EngineState.READY:
+            known = await service.control_state(HEALTH_WAIT_S)
+            if known is not None and known["state"] == "inconsistent":
+                return JSONResponse({"status": "unhealthy", "state": "inconsistent", "error": known["reason"]}, 503)
             return JSONResponse({"status": "ok"})
         error = service.supervisor.last_error
         status = "starting" if state is EngineState.STARTING else "unhealthy"

@@ -22,11 +22,13 @@ from diffusion_rl.server.rows import response_rows, sample_from_plain
 from diffusion_rl.server.schema import ParsedRequest, load_json, parse_rollout_request
 from engine_control.errors import EngineUnavailableError
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
+from engine_control.server.port import KnownState
 
 logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "diffusion_rl.server.worker"
 STATS_TIMEOUT_S = 2.0  # a step in progress may take longer; then the last known numbers are shown
+HEALTH_WAIT_S = 0.05  # of /health for the engine's state, of which the last known one will do
 HEALTH_PRIORITY = 2**31 - 1
 
 
@@ -51,6 +53,7 @@ class RolloutService:
         self.replies = RepliesInFlight(
             limit=server_config.max_reply_bytes_in_flight, gauge=self.metrics.reply_bytes_in_flight
         )
+        self._state = KnownState(lambda: self.supervisor.call("control_state"), lambda: self.supervisor.process_id)
         self._stats: dict[str, float] = {}
         self._health_check: asyncio.Task[Any] | None = None
 
@@ -95,6 +98,24 @@ class RolloutService:
     def _encode(self, plain: Sequence[Mapping[str, Any]], params: RolloutParams, wire: Wire) -> EncodedBody:
         samples = [sample_from_plain(item) for item in plain]
         return encode(response_rows(samples, params, timesteps=self.config.dit_trajectory_timesteps), wire)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """As `ControlPort`. Afterwards the engine's state is asked anew."""
+        try:
+            return await self.supervisor.call(name, arguments)
+        finally:
+            self._state.refresh()
+
+    async def control_state(self, wait_s: float) -> Mapping[str, Any] | None:
+        """As `ControlPort`."""
+        self.check_ready()
+        return await self._state.current(wait_s)
+
+    async def abort(self, rid: str, *, prefix: bool = False) -> bool:
+        """Whether a request with this id, or any whose id begins with it, was there; it is aborted."""
+        if not prefix:
+            return await self.supervisor.abort(rid)
+        return bool((await self.call("abort_requests", {"rid_prefix": rid}))["aborted"])
 
     async def stats(self) -> dict[str, float]:
         """The engine's counters; the last known ones if it doesn't answer at once."""
