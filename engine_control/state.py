@@ -6,7 +6,7 @@ This object alone decides whether the engine steps, admits and takes requests. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -47,6 +47,7 @@ class OpenSession:
     staged: bool
     can_undo: bool
     last_call: float
+    manifest: Mapping[str, Any] | None = None
     weight_version: str | None = None
     flush: bool = False
     spoiled: str | None = None

@@ -20,6 +20,7 @@ from engine_control.errors import (
     from_message,
 )
 from engine_control.rank import Outcome, RankCommand
+from engine_control.refit.manifest import read_manifest
 from engine_control.refit.target import RefitTarget
 from engine_control.state import ControlState, OpenSession
 from engine_control.step_loop import Pending, StepLoop
@@ -78,24 +79,25 @@ class RefitConductor:
     ) -> object:
         """Opens the session. In place, no step runs until its end; staged, steps go on until the new weights are
         swapped in. What is in flight finishes first, unless it is paused, `in_place` or `staged` is asked for, or
-        `abort_all_requests` ends it.
+        `abort_all_requests` ends it. `manifest` says what will have come, for those who don't send it with the end.
 
         Raises:
             WeightSessionError: a session is open already.
             ConflictError: another controller's is; or the weights' memory is released.
         """
         self._refuse_second(session_id)
-        if self._state.asleep:
-            raise ConflictError(
-                "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
-            )
+        self._refuse_asleep()
+        read_manifest(manifest)
         modules = self._modules(selector, target_modules)
         if abort_all_requests:
             self._loop.abort_requests(self._engine.request_ids())
 
         def open_now() -> dict[str, Any]:
             self._refuse_second(session_id)
-            return self._begin(modules, partial=partial, staged=staged, session_id=session_id)
+            self._refuse_asleep()
+            answer = self._begin(modules, partial=partial, staged=staged, session_id=session_id)
+            self._owned(session_id).manifest = manifest
+            return answer
 
         frozen = self._state.pause is not None and not self._state.may_step()
         return open_now() if in_place or staged or frozen else self._state.when_drained(open_now)
@@ -161,7 +163,7 @@ class RefitConductor:
             raise _spoiled(session)
         if weight_version is not None:
             session.weight_version = weight_version
-        return self._end(manifest, flush=flush_cache or session.flush)
+        return self._end(session.manifest if manifest is None else manifest, flush=flush_cache or session.flush)
 
     def abort_weight_update(self, *, session_id: str | None = None) -> dict[str, Any]:
         """Undoes what came and closes the session. The weights are what they were before."""
@@ -194,6 +196,7 @@ class RefitConductor:
         Raises:
             EngineFaultError: the ranks hold different weights.
         """
+        self._refuse_asleep()
         found = self._everywhere("checksum", modules=None if module_names is None else list(module_names))
         for rank, other in enumerate(found[1:], start=1):
             if other != found[0]:
@@ -203,16 +206,19 @@ class RefitConductor:
 
     def check_tensors(self, target_module: str, expected_named_tensors_sha256: Mapping[str, str]) -> dict[str, Any]:
         """Compares SHA-256 hashes of single tensors on every rank."""
+        self._refuse_asleep()
         self._everywhere("check_tensors", module=target_module, expected=dict(expected_named_tensors_sha256))
         return {"success": True, "message": f"{len(expected_named_tensors_sha256)} tensors are equal"}
 
     def get_weights_by_name(self, name: str, *, truncate_size: int = 100, module: str | None = None) -> object:
         """The first `truncate_size` rows of a weight, as lists of numbers."""
+        self._refuse_asleep()
         return self._everywhere("weights_by_name", name=name, truncate_size=truncate_size, module=module)[0]
 
     def weights_checker(self, action: str = "checksum", *, baseline: Mapping[str, str] | None = None) -> dict[str, Any]:
         """`checksum` of every tensor; `snapshot` keeps them; `compare` says which differ from the snapshot (or from
         `baseline`); `reset_tensors` sets the weights to zero, so that only a complete update can bring them back."""
+        self._refuse_asleep()
         if action == "reset_tensors":
             if self._state.session is not None:
                 raise ConflictError("a weight-update session is open", hint="End or abort it first.")
@@ -383,6 +389,12 @@ class RefitConductor:
                 expired=expire,
             )
         )
+
+    def _refuse_asleep(self) -> None:
+        if self._state.asleep:
+            raise ConflictError(
+                "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
+            )
 
     def _refuse_second(self, session_id: str | None) -> None:
         session = self._state.session
