@@ -9,15 +9,17 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO
 
 import torch
 
 from engine_control.errors import InsufficientMemoryError
-from engine_control.memory.base import as_bytes
+from engine_control.memory.base import as_bytes, available_ram
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 512  # bytes; copies of whole blocks are the fastest
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 WRITE_LIMIT = 2**30  # Linux moves no more than 2 GiB a call
 
 
@@ -29,7 +31,7 @@ class Backup(ABC):
         """Holds a copy of all bytes afterwards.
 
         Raises:
-            InsufficientMemoryError: there is no room for them; nothing is held.
+            InsufficientMemoryError: there is no room for them; `drop` gives back what was taken.
         """
 
     @abstractmethod
@@ -65,7 +67,6 @@ class FileBackup(Backup):
             for storage in storages:
                 offset = self._write(_memory(storage), offset)
         except OSError as error:
-            self.drop()
             raise InsufficientMemoryError(
                 f"the backup of {needed} bytes can't be written to {self._folder or tempfile.gettempdir()}: {error}",
                 hint="Make room there, name another folder for temporary files, or release without a backup.",
@@ -145,19 +146,20 @@ class SlabBackup(Backup):
         self._slab, self._locked = None, False
 
     def _allocate(self, size: int) -> torch.Tensor:
-        try:
-            pages = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
+        free = available_ram()
+        if size > free:
             raise InsufficientMemoryError(
-                f"the backup needs {size} bytes of host memory: {error}",
+                f"the backup needs {size} bytes of host memory, {free} are free",
                 hint="Make room on the host, or release without a backup.",
-            ) from error
-        slab = torch.frombuffer(pages, dtype=torch.uint8)
+            )
+        slab = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         if self._pinned:
-            status = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+            status = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, PORTABLE))
             self._locked = status == 0
             if not self._locked:
                 logger.warning("%d bytes of host memory can't be pinned (CUDA error %d): copies are slow", size, status)
+                with suppress(RuntimeError):  # takes the error, or the next kernel launch would report it
+                    torch.zeros(1, device="cuda")
         return slab
 
 

@@ -65,7 +65,7 @@ class MemoryMechanism(ABC):
         """What is free on the device now, as its driver (or, on a CPU, the kernel) sees it."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return _available_ram()
+        return available_ram()
 
 
 mechanisms: Registry[MemoryMechanism] = Registry(
@@ -139,7 +139,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), (first + reach) * tensor.element_size()
 
 
-def _available_ram() -> int:
+def available_ram() -> int:
     """MemAvailable of Linux (proc(5)): what can be had without swapping. Elsewhere unknown, so no limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

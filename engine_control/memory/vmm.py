@@ -4,8 +4,9 @@ Tensors keep their addresses, so CUDA graphs that read them stay valid, and both
 size. The package's own backups copy through pageable memory and are left off: the saver copies faster.
 
 Facts of the package (0.0.10) that this file respects: it ends the process when a tag is paused twice, when something
-that isn't paused is resumed, and when memory can't be had; it doesn't work with expandable segments; in its `torch`
-mode what is allocated inside a region lies in a pool of that tag, and the whole pool goes.
+that isn't paused is resumed, when memory can't be had (also for a tensor that is made inside a region: see that the
+model fits), and when memory of a region is freed while it is paused; it doesn't work with expandable segments; in its
+`torch` mode what is allocated inside a region lies in a pool of that tag, and the whole pool goes.
 """
 
 from __future__ import annotations
@@ -75,15 +76,13 @@ class TorchMemorySaver(MemoryMechanism):
 
     def release(self, tag: str, tensors: Sequence[torch.Tensor]) -> int:
         """The bytes are the device's reading before and after, which sees what other processes do meanwhile."""
-        if tag in self._paused or tag not in self._anchors:
-            return 0
         before = self.free_bytes()
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            needed = sum(int(segment["total_size"]) for segment in self._segments(tag))
-            self._native.pause(self._name(tag))
-        self._paused[tag] = needed
+            torch.cuda.empty_cache()  # what lies outside of all pools; those of regions aren't touched
+            if tag in self._anchors and tag not in self._paused:
+                self._paused[tag] = sum(int(segment["total_size"]) for segment in self._segments(tag))
+                self._native.pause(self._name(tag))
         return max(0, self.free_bytes() - before)
 
     def resume(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
