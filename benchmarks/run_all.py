@@ -1,6 +1,6 @@
 """Runs all benchmarks, one after the other, each in a process of its own: `python -m benchmarks.run_all`.
 
-Needs a quiet machine and, on two cores, some fifteen minutes. The processes get the thread settings that the service
+Needs a quiet machine and, on two cores, some twenty minutes. The processes get the thread settings that the service
 gives its engine process (`OMP_NUM_THREADS` if it is set, else all cores; passive waiting).
 """
 
@@ -25,6 +25,7 @@ NAMES = (
     "memory",
     "memory_saver",
     "ranks",
+    "ratio_deviation",
 )
 
 

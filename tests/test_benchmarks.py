@@ -19,6 +19,7 @@ from benchmarks import (
     bench_memory_saver,
     bench_prefix_sharing,
     bench_ranks,
+    bench_ratio_deviation,
     bench_rollout,
     bench_step_batching,
     profile_step,
@@ -48,6 +49,10 @@ SMALLEST = {
     "ranks": (
         bench_ranks.main,
         "--cases wide --layouts sp2 --group 1 --steps 1 --width 64 --layers 1 --size 64",
+    ),
+    "ratio_deviation": (
+        bench_ratio_deviation.main,
+        "--dtypes fp32 --prompts 1 --group 2 --steps 2 --micro-batches 1,2 --lora-rank 4 --layouts none",
     ),
     "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
     "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
