@@ -20,11 +20,13 @@ from engine_control.errors import (
     ConflictError,
     EnginePausedError,
     InconsistentWeightsError,
+    PayloadTooLargeError,
     RefitRefusedError,
     WeightSessionError,
 )
 from engine_control.server.bodies import MAX_BRACKETS, WEIGHT_PATHS
 from engine_control.server.port import KnownState
+from engine_control.server.sglang_fields import MAX_BASE64_BYTES
 
 Call = tuple[str, dict[str, Any]]
 GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3}
@@ -448,6 +450,13 @@ def test_what_can_not_be_read_is_refused_by_name_and_runs_nothing(
     assert (reply.status_code, running.engine.calls) == (status, []), reply.text
     assert named in reply.text
     assert running.llm.post(path, content=b"a=b", headers={"content-type": "text/plain"}).status_code in (415, 400)
+
+
+def test_more_base64_than_a_frame_holds_is_refused_with_the_way_out(running: Running) -> None:
+    with ControlClient(str(running.llm.base_url)) as client, pytest.raises(PayloadTooLargeError) as caught:
+        client.update_weights_from_serialized(["A" * (MAX_BASE64_BYTES // 2), "A" * (MAX_BASE64_BYTES // 2 + 2)])
+    assert "application/vnd.safetensors" in (caught.value.hint or "")
+    assert running.engine.calls == []
 
 
 def test_a_failed_update_under_vllms_names_ends_the_session_and_one_without_a_session_does_not(

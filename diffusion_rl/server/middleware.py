@@ -39,7 +39,7 @@ class BodyLimit:
         self._raised_by = raised_by
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._concerns("/" + scope["path"].rsplit("/", 1)[-1]):
+        if scope["type"] != "http" or not self._concerns(scope):
             await self._app(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
@@ -64,7 +64,10 @@ class BodyLimit:
 
         await self._app(scope, limited, send)
 
-    def _concerns(self, path: str) -> bool:
+    def _concerns(self, scope: Scope) -> bool:
+        if not self._only and not self._but:
+            return True
+        path = "/" + scope["path"].rsplit("/", 1)[-1]
         return path not in self._but and (not self._only or path in self._only)
 
     def _late(self, received: int) -> BodyTimeoutError:

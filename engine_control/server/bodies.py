@@ -27,6 +27,7 @@ WEIGHT_PATHS = frozenset(
         "/collective_rpc",
         "/end_weight_update",
         "/finish_weight_update",
+        "/start_draft_weight_update",
         "/start_weight_update",
         "/update_weights",
         "/update_weights_from_distributed",

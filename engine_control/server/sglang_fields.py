@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, PayloadTooLargeError
 from engine_control.server.bodies import Fields
+from engine_control.wire import WireLimits
 
 Command = tuple[str, dict[str, Any]]
 Selector = Literal["target", "draft", "all"]
 Version = str | int
+MAX_BASE64_BYTES = WireLimits().max_header_bytes - 1024**2  # of one call; to the engine, text goes in a frame's header
 GROUP = "weight_update_group"  # SGLang's default name
 
 
@@ -101,6 +103,17 @@ class UpdateWeightsFromTensor(UpdateWeights, frozen=True, kw_only=True):
     weight_update_mode: str | None = None
     lora_alpha: float | None = None
     lora_rank: int | None = None
+
+    def command(self) -> Command:
+        length = sum(map(len, self.serialized_named_tensors))
+        if length > MAX_BASE64_BYTES:
+            raise PayloadTooLargeError(
+                f"{length} bytes of base64, at most {MAX_BASE64_BYTES} are read",
+                field="serialized_named_tensors",
+                value=length,
+                hint="Send the tensors' bytes as a body of type application/vnd.safetensors, or fewer at once.",
+            )
+        return super().command()
 
 
 class RawTensors(UpdateWeights, frozen=True, kw_only=True):
