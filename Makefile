@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "-c constraints-cpu.txt")
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint serve clean
+.PHONY: demo test lint serve campaign clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ lint: $(VENV)/.installed  ## ruff and mypy
 
 serve: $(VENV)/.installed  ## the rollout service on http://127.0.0.1:30000
 	$(BIN)/diffusion-rl serve
+
+campaign: $(VENV)/.installed  ## a thousand refits, most of them faulty, through a real service
+	$(BIN)/python -m benchmarks.refit_campaign --refits 1000
 
 clean:
 	rm -rf $(VENV) build *.egg-info kernels/*.egg-info

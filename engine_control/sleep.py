@@ -65,14 +65,11 @@ class Sleep:
         """
         wanted = [t for t in self._wanted(tags) if t in self._state.released]
         outcomes = self._ask("resume", tags=wanted) if wanted else []
+        undefined = self._note_undefined(outcomes)
         failed = _first_error(outcomes)
         if failed is not None:
-            back = [t for t in wanted if t not in self._state.released]
-            if len(outcomes) > 1 or back:
-                self._ask("release", tags=wanted, backup=True)
+            self._ask("release", tags=wanted, backup=True)  # on ranks that had room; the others are released as it is
             raise failed
-        undefined = {name.split(".")[0] for outcome in outcomes for name in outcome.value["undefined"]}
-        self._state.broken |= frozenset(undefined)
         self._state.released -= frozenset(wanted)
         self._state.apply()
         message = "Memory resumed."
@@ -88,13 +85,19 @@ class Sleep:
         outcomes = self._ask("release", tags=tags, backup=keep) if tags else []
         failed = _first_error(outcomes)
         if failed is not None:
-            if len(outcomes) > 1:
-                self._ask("resume", tags=tags)
+            self._note_undefined(self._ask("resume", tags=tags))
+            self._state.apply()
             raise failed
         self._state.released |= frozenset(tags)
         self._state.apply()
         freed = sum(outcome.value["bytes_freed"] for outcome in outcomes)
         return self._answer(f"{freed} bytes freed.") | {"bytes_freed": freed}
+
+    def _note_undefined(self, outcomes: Sequence[Outcome]) -> frozenset[str]:
+        """The modules whose weights came back empty on some rank; they stay broken until they are sent."""
+        undefined = frozenset(n.split(".")[0] for o in outcomes if o.error is None for n in o.value["undefined"])
+        self._state.broken |= undefined
+        return undefined
 
     def _answer(self, message: str) -> dict[str, Any]:
         released = sorted(self._state.released)

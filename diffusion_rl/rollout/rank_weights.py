@@ -37,7 +37,8 @@ class RankWeights:
         mechanism = _mechanism(config, family.device)
         self.memory = MemorySaver(mechanism, pinned=family.device.type == "cuda")
         if config.control.enable_memory_saver:
-            self.memory.hold("weights", self._tensors, discardable=self._discardable)
+            parameters = {n for owner in self.target.default_modules("all") for n in self._parameters(owner)}
+            self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
             self.memory.on_release("kv_cache", self._prompts.clear)  # all that is kept between requests
             self.memory.on_release("cuda_graph", self._drop_graphs)
             if not mechanism.keeps_addresses:
@@ -60,9 +61,9 @@ class RankWeights:
             for name, tensor in named
         }
 
-    def _discardable(self, name: str) -> bool:
-        owner, _, path = name.partition(".")
-        return owner in TRAINED and path in dict(self._modules[owner].named_parameters())
+    def _parameters(self, owner: str) -> list[str]:
+        """All that a release without backup may lose of a module: not its buffers, which nobody sends."""
+        return [f"{owner}.{name}" for name, _ in self._modules[owner].named_parameters()]
 
     def _drop_graphs(self) -> None:
         if isinstance(self._family.runner, CudaGraphs):
