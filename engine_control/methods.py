@@ -35,10 +35,25 @@ class ControlMethods:
         return answer
 
     def update_weights_from_tensor(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, module: str | None = None, **options: Any
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        module: str | None = None,
+        weight_update_mode: str | None = None,
+        lora_alpha: float | None = None,
+        lora_rank: int | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Applies tensors of this process within the open session. They are read before this returns."""
-        return self._update("direct", direct_info(named_tensors, module), options)
+        """Applies tensors of this process within the open session. They are read before this returns. With
+        `weight_update_mode="lora_merge"` they are pairs of factors, merged onto the base (`refit.lora`)."""
+        lora = {"weight_update_mode": weight_update_mode, "lora_alpha": lora_alpha, "lora_rank": lora_rank}
+        return self._update("direct", direct_info(named_tensors, module) | lora, options)
+
+    def unmerge_lora(self, target_modules: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
+        """Puts back the base of every weight that a `lora_merge` has changed, bit for bit."""
+        modules = None if target_modules is None else list(target_modules)
+        answer: dict[str, Any] = self.control_command("unmerge_lora", target_modules=modules, **options)
+        return answer
 
     def update_weights_from_disk(
         self, model_path: str, *, target_modules: Sequence[str] | None = None, **options: Any
@@ -56,10 +71,16 @@ class ControlMethods:
         *,
         group_name: str = "weight_update_group",
         load_format: str | None = None,
+        weight_update_mode: str | None = None,
+        lora_alpha: float | None = None,
+        lora_rank: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Receives tensors over a process group that `init_weights_update_group` has joined."""
         info = {
+            "weight_update_mode": weight_update_mode,
+            "lora_alpha": lora_alpha,
+            "lora_rank": lora_rank,
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],

@@ -15,10 +15,18 @@ import torch
 
 from engine_control.checksum import combined_digest, module_sha256, tensor_sha256
 from engine_control.config import RankSettings
-from engine_control.errors import EngineDiedError, EngineError, EngineFaultError, ErrorMessage, InvalidRequestError
+from engine_control.errors import (
+    EngineDiedError,
+    EngineError,
+    EngineFaultError,
+    ErrorMessage,
+    InvalidRequestError,
+    RefitRefusedError,
+)
 from engine_control.memory.saver import MemorySaver
-from engine_control.refit.backends.base import TransportContext, WeightTransport, transports
-from engine_control.refit.manifest import read_manifest
+from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport, transports
+from engine_control.refit.lora import LoraMerges, read_mode
+from engine_control.refit.manifest import check_against, read_manifest
 from engine_control.refit.session import RefitSession
 from engine_control.refit.target import RefitTarget
 
@@ -64,9 +72,12 @@ class RankControl:
         self._settings = settings or RankSettings()
         self._transports: dict[str, WeightTransport] = {}
         self._session: RefitSession | None = None
+        self._merges = LoraMerges(engine.target)
         self._commands: Mapping[str, Callable[..., Any]] = {
             "begin": self._begin,
             "update": self._update,
+            "unmerge": self._unmerge,
+            "merged_weights": self._merges.merged_weights,
             "undo_last_call": self._undo_last_call,
             "verify": self._verify,
             "commit": self._commit,
@@ -107,35 +118,74 @@ class RankControl:
 
     def _begin(self, modules: list[str], partial: bool, staged: bool, undo: bool) -> str:
         self._session = RefitSession(self._engine.target, modules, partial=partial, staged=staged, undo=undo)
+        self._merges.forget()
         return self._session.undo_place
 
     def _update(self, transport: str, info: dict[str, Any]) -> dict[str, Any]:
+        session, merges = self._open(), self._merges
+        merges.begin_call()
+        how, info = read_mode(info)
+        if how is not None:
+            self._refuse_undefined_base(session)
         items = self._transport(transport).receive(info)
         try:
-            received = self._open().update(items)
+            whole = merges.whole(items, session.modules)
+            return self._apply(whole if how is None else merges.merging(items, how, session.modules))
         finally:
             if isinstance(items, Iterator) and hasattr(items, "close"):
                 items.close()
             self._engine.synchronize()
+
+    def _unmerge(self, modules: list[str]) -> dict[str, Any]:
+        self._merges.begin_call()
+        self._refuse_undefined_base(self._open())
+        try:
+            return self._apply(self._merges.restoring(modules))
+        finally:
+            self._engine.synchronize()
+
+    def _apply(self, items: Iterator[WeightItem]) -> dict[str, Any]:
+        try:
+            received = self._open().update(items)
+        except BaseException:
+            self._merges.undo_last_call()
+            raise
         return {"tensors": received.tensors, "bytes": received.nbytes, "undo": self._open().undo_place}
+
+    def _refuse_undefined_base(self, session: RefitSession) -> None:
+        if not session.can_undo:
+            raise RefitRefusedError(
+                "the weights are undefined, so there is no base to merge onto",
+                code="no_base",
+                field="weight_update_mode",
+                hint="Send all weights first.",
+            )
 
     def _undo_last_call(self) -> None:
         self._open().undo_last_call()
+        self._merges.undo_last_call()
 
     def _verify(self, manifest: dict[str, Any] | None) -> dict[str, Any]:
-        session = self._open()
-        digests = session.verify(read_manifest(manifest))
+        """A manifest speaks of the tensors that were sent; the digests are of the weights as they lie now."""
+        session, wanted = self._open(), read_manifest(manifest)
+        session.partial |= self._merges.alone
+        digests = session.verify()
+        if wanted is not None:
+            keys = {(m, name): digests[f"{m}.{name}"] for m, name in session.sent}
+            check_against(wanted, session.modules, self._merges.came(keys))
         return {"digest": combined_digest(digests), "touched": session.touched, "tensors": len(digests)}
 
     def _commit(self, flush: bool) -> None:
         session, touched = self._open(), self._open().touched
         session.commit()
+        self._merges.commit()
         self._session = None
         self._engine.synchronize()
         self._engine.flush_caches(None if flush else touched)
 
     def _undo(self) -> None:
         session, self._session = self._open(), None
+        self._merges.forget()
         session.undo()
         self._engine.synchronize()
 

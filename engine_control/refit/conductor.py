@@ -118,10 +118,14 @@ class RefitConductor:
         """Applies one call's tensors within the open session. Without one, disk updates (and with implicit sessions
         every update) are a session of their own: complete for disk, by default partial for the others.
 
+        With `weight_update_mode` `lora_merge` in `info` the tensors are pairs of factors (`refit.lora`), merged onto
+        the base of each layer that they name. A session of nothing else is complete; other layers stay as they are.
+
         Raises:
             WeightSessionError: there is no session, and this transport needs one.
             RefitRefusedError: a tensor can't be taken; nothing of this call was applied.
         """
+        call = {"transport": transport, "info": dict(info)}
         if self._state.session is None:
             if transport != "disk" and not self._implicit:
                 raise WeightSessionError(
@@ -136,16 +140,31 @@ class RefitConductor:
             )
 
             def rest(_: object) -> object:
-                return self._whole(transport, info, weight_version=weight_version, flush=flush_cache)
+                return self._whole("update", call, weight_version=weight_version, flush=flush_cache)
 
             return _then(begun, rest)
-        session = self._owned(session_id)
-        if session.spoiled is not None:
-            raise _spoiled(session)
-        received = self._update(transport, info)
-        session.weight_version = weight_version or session.weight_version
-        session.flush |= flush_cache
-        return {**SUCCESS, **received}
+        return self._within(session_id, "update", call, weight_version=weight_version, flush=flush_cache)
+
+    def unmerge_lora(
+        self,
+        target_modules: Sequence[str] | None = None,
+        *,
+        session_id: str | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> object:
+        """Puts back, bit for bit, the base of every weight that a `lora_merge` has changed (in those modules, or in
+        all). Within the open session, or without one as a session of its own. `tensors` says how many there were."""
+        self._refuse_asleep()
+        modules = [m for m in self._everywhere("merged_weights")[0] if target_modules is None or m in target_modules]
+        if not modules:
+            return {**SUCCESS, "message": "Nothing was merged.", "tensors": 0, "bytes": 0}
+        call = {"modules": modules}
+        if self._state.session is not None:
+            return self._within(session_id, "unmerge", call, weight_version=weight_version, flush=flush_cache)
+        begun = self.begin_weight_update(target_modules=modules, partial=True, abort_all_requests=abort_all_requests)
+        return _then(begun, lambda _: self._whole("unmerge", call, weight_version=weight_version, flush=flush_cache))
 
     def end_weight_update(
         self,
@@ -292,8 +311,20 @@ class RefitConductor:
             "must_be_complete": bool(lost) or not partial,
         }
 
-    def _update(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
-        outcomes = self._ask("update", transport=transport, info=dict(info))
+    def _within(
+        self, session_id: str | None, command: str, call: Mapping[str, Any], *, weight_version: str | None, flush: bool
+    ) -> dict[str, Any]:
+        """One call of the open session."""
+        session = self._owned(session_id)
+        if session.spoiled is not None:
+            raise _spoiled(session)
+        received = self._update(command, call)
+        session.weight_version = weight_version or session.weight_version
+        session.flush |= flush
+        return {**SUCCESS, **received}
+
+    def _update(self, command: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        outcomes = self._ask(command, **call)
         error = _first_error(outcomes)
         if error is not None:
             self._ask("undo_last_call")
@@ -304,13 +335,13 @@ class RefitConductor:
         return dict(outcomes[0].value)
 
     def _whole(
-        self, transport: str, info: Mapping[str, Any], *, weight_version: str | None, flush: bool
+        self, command: str, call: Mapping[str, Any], *, weight_version: str | None, flush: bool
     ) -> dict[str, Any]:
         """One call that is a session of its own, which has just begun."""
         session = self._owned(None)
         session.weight_version = weight_version
         try:
-            received = self._update(transport, info)
+            received = self._update(command, call)
         except EngineError:
             self._abort("its only call was refused")
             raise

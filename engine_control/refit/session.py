@@ -89,6 +89,11 @@ class RefitSession:
         """The modules of which tensors came."""
         return sorted({module for module, _ in self._sent})
 
+    @property
+    def sent(self) -> list[Key]:
+        """What came, in its order."""
+        return list(self._sent)
+
     @torch.no_grad()
     def update(self, items: Iterable[WeightItem]) -> Received:
         """Applies the tensors of one call.
