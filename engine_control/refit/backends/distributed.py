@@ -1,0 +1,323 @@
+"""Weights by broadcast, from a trainer's rank 0 to every rank of the engine, in a process group of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from engine_control.errors import ConflictError, InvalidRequestError, RefitRefusedError
+from engine_control.refit.backends._calls import (
+    Announced,
+    Loader,
+    announced_tensors,
+    items,
+    load_format,
+    of_rank,
+    one_module,
+    refuse_modes,
+)
+from engine_control.refit.backends._group import BACKENDS, BroadcastError, BroadcastGroup, Meeting, listening_store
+from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
+from engine_control.refit.payload.layout import (
+    as_bytes,
+    check_booleans,
+    piece,
+)
+
+GROUP = "weight_update_group"
+PACKED_BYTES = 1 << 30  # of vLLM's packed form, unless the trainer says otherwise
+FLAT = "flattened_bucket"
+
+
+@dataclass
+class Channel:
+    """A joined group, and how its trainer sends. packed_bytes: of vLLM's packed form; None if it isn't that."""
+
+    group: BroadcastGroup
+    packed_bytes: int | None = None
+    last: list[Announced] = field(default_factory=list)
+
+
+class DistributedTransport(WeightTransport):
+    """`init` joins a group, of which a trainer is rank 0; `receive` takes the tensors that it broadcasts.
+
+    A call whose fields are refused has received nothing. If the trainer has begun to broadcast then, the group is out
+    of step: destroy it and init again. A tensor that is refused for what it is ends the call, but the rest is received.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._channels: dict[str, Channel] = {}
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """`info`: master_address, master_port, rank_offset (the group's rank of this engine's rank 0), world_size;
+        group_name, backend (`nccl` or `gloo`); packed and packed_buffer_size_bytes, as vLLM's trainers send them."""
+        meeting, packed = self._meeting(info), self._packed(info)
+        try:
+            group = BroadcastGroup(meeting, self.context.device)
+        except (RuntimeError, OSError) as error:
+            raise RefitRefusedError(
+                f"the group could not meet at {meeting.address}:{meeting.port} as rank {meeting.rank} of "
+                f"{meeting.world_size} within {meeting.timeout_s:g} s: {_first_line(error)}",
+                code="rendezvous_failed",
+                field="master_address",
+                value=f"{meeting.address}:{meeting.port}",
+                hint="All ranks must join at the same time; can this host reach that address?",
+            ) from error
+        self._channels[meeting.name] = Channel(group, packed)
+
+    def receive(self, info: Mapping[str, Any]) -> Iterator[WeightItem]:
+        """`info`: names, dtypes (or dtype_names), shapes, group_name, target_modules; `load_format`: null (a broadcast
+        for each tensor), `flattened_bucket` (one for all), or an allowed loader."""
+        refuse_modes(info)
+        info = of_rank(info, self.context)
+        name = str(info.get("group_name") or GROUP)
+        channel = self._channels.get(name)
+        if channel is None:
+            raise RefitRefusedError(
+                f"group {name!r} is not one of those that are open: {sorted(self._channels)}",
+                code="unknown_group",
+                field="group_name",
+                value=name,
+                hint="Call init_weights_update_group first.",
+            )
+        form, loader = load_format(info, self.context, (FLAT,))
+        announced = announced_tensors(info) or channel.last
+        if not announced:
+            raise RefitRefusedError("no tensor is announced", field="names", value=[])
+        channel.last = announced
+        module = one_module(info, self.context)
+        chunks = _chunks(announced, channel.packed_bytes, flat=form == FLAT)
+        return self._received(name, channel, list(chunks), module, loader)
+
+    def shutdown(self, info: Mapping[str, Any]) -> None:
+        """Leaves `group_name`; all groups if it is not given."""
+        name = info.get("group_name")
+        names = list(self._channels) if name is None else [name]
+        if not names or names[0] not in self._channels:
+            raise InvalidRequestError(
+                "The group to be destroyed does not exist.",
+                code="unknown_group",
+                field="group_name",
+                value=name,
+                hint=f"Open: {sorted(self._channels)}.",
+            )
+        for known in names:
+            self._channels.pop(known).group.close()
+
+    def close(self) -> None:
+        while self._channels:
+            with contextlib.suppress(Exception):
+                self._channels.popitem()[1].group.close(broken=True)
+
+    def _received(
+        self, name: str, channel: Channel, chunks: list[list[Announced]], module: str | None, loader: Loader
+    ) -> Iterator[WeightItem]:
+        stream = _Stream(channel.group, chunks)
+        try:
+            yield from items(module, loader(stream.tensors()), field="names")
+            stream.drain()  # what a loader did not ask for
+        except BroadcastError as error:
+            self._channels.pop(name, None)
+            channel.group.close(broken=True)
+            raise RefitRefusedError(
+                f"Failed to receive weights: {error} (group {name!r})",
+                code="broadcast_failed",
+                field="group_name",
+                value=name,
+                hint="The group is closed. Init it again, and send all weights again.",
+            ) from error
+        except BaseException:  # refused in the middle: the others are still on their way
+            self._drain(name, channel, stream)
+            raise
+        finally:
+            if self.context.device.type == "cuda":
+                torch.cuda.synchronize(self.context.device)
+
+    def _drain(self, name: str, channel: Channel, stream: _Stream) -> None:
+        """Takes what the trainer sends on, so that its next update finds the group in step."""
+        try:
+            stream.drain()
+        except BroadcastError:
+            self._channels.pop(name, None)
+            channel.group.close(broken=True)
+
+    def _meeting(self, info: Mapping[str, Any]) -> Meeting:
+        context = self.context
+        name, address = info.get("group_name") or GROUP, info.get("master_address")
+        if not isinstance(address, str) or not address:
+            raise RefitRefusedError(
+                "not an address", field="master_address", value=address, hint="Bare NCCL ids are not supported."
+            )
+        port = _integer(info.get("master_port"), "master_port", 1, 65535)
+        size = _integer(info.get("world_size"), "world_size", 2, 1 << 20)
+        offset = _integer(info.get("rank_offset"), "rank_offset", 1, size - 1)
+        if offset + context.world_size > size:
+            raise RefitRefusedError(
+                f"{context.world_size} ranks from rank {offset} on don't fit into a world of {size}",
+                field="world_size",
+                value=size,
+                hint="It counts the trainer and all ranks of all engines.",
+            )
+        backend = info.get("backend") or ("nccl" if context.device.type == "cuda" else "gloo")
+        if backend not in BACKENDS or (backend == "nccl" and context.device.type != "cuda"):
+            raise RefitRefusedError(
+                f"not a backend for {context.device}", field="backend", value=backend, hint="Known: nccl, gloo (CPU)."
+            )
+        if not isinstance(name, str) or name in self._channels:
+            raise ConflictError(
+                f"group {name!r} is open already", field="group_name", value=name, hint="destroy it first."
+            )
+        return Meeting(address, port, offset + context.rank, size, name, backend, context.timeout_s)
+
+    def _packed(self, info: Mapping[str, Any]) -> int | None:
+        if not info.get("packed"):
+            return None
+        return _integer(info.get("packed_buffer_size_bytes", PACKED_BYTES), "packed_buffer_size_bytes", 1, 1 << 50)
+
+
+class _Stream:
+    """The broadcasts of one call, one after the other."""
+
+    def __init__(self, group: BroadcastGroup, chunks: list[list[Announced]]) -> None:
+        self._group = group
+        self._chunks = iter(chunks)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in self._chunks:
+            flat, start = self._next(chunk), 0
+            for tensor in chunk:
+                yield tensor.name, check_booleans(piece(flat, start, tensor.dtype, tensor.shape), name=tensor.name)
+                start += tensor.nbytes
+
+    def drain(self) -> None:
+        for chunk in self._chunks:
+            self._next(chunk)
+
+    def _next(self, chunk: list[Announced]) -> torch.Tensor:
+        flat = torch.empty(sum(t.nbytes for t in chunk), dtype=torch.uint8, device=self._group.device)
+        self._group.broadcast(flat)
+        return flat
+
+
+class Sized(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def _chunks(tensors: Iterable[S], packed_bytes: int | None, *, flat: bool) -> Iterator[list[S]]:
+    """Which tensors share a broadcast. Both sides cut alike: a packed chunk ends when it exceeds the buffer's size."""
+    chunk: list[S] = []
+    for tensor in tensors:
+        chunk.append(tensor)
+        ends = packed_bytes is None or sum(t.nbytes for t in chunk) > packed_bytes
+        if ends and not flat:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _integer(value: object, field_name: str, low: int, high: int) -> int:
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value
+    if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
+        raise RefitRefusedError(f"not an integer from {low} to {high}", field=field_name, value=value)
+    return number
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class WeightSender:
+    """The trainer's side: rank 0 of a group, which engines join meanwhile.
+
+    sender = WeightSender("10.0.0.1", world_size=1 + engine_ranks)
+    # in a thread: client.init_weights_update_group(**sender.init_info(rank_offset=1))
+    sender.join()
+    # in a thread: client.update_weights_from_distributed(**sender.announce(named))
+    sender.send(named)
+    """
+
+    def __init__(
+        self,
+        master_address: str,
+        master_port: int = 0,
+        *,
+        world_size: int,
+        group_name: str = GROUP,
+        backend: str = "nccl",
+        device: torch.device | str | None = None,
+        packed_bytes: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Listens at that address, which the engines' hosts must reach; port 0 is a free one. `device`: the CUDA device
+        that NCCL sends from. `packed_bytes`: send vLLM's packed form, with buffers of this size."""
+        self._store: TCPStore | None = listening_store(master_address, master_port, world_size, timeout_s=timeout_s)
+        self._meeting = Meeting(master_address, self._store.port, 0, world_size, group_name, backend, timeout_s)
+        self._device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self._packed_bytes = packed_bytes
+        self._group: BroadcastGroup | None = None
+
+    def init_info(self, rank_offset: int = 1) -> dict[str, Any]:
+        """What an engine has to be told, whose rank 0 is the group's `rank_offset`."""
+        where = self._meeting
+        packed = {"packed": True, "packed_buffer_size_bytes": self._packed_bytes} if self._packed_bytes else {}
+        return {
+            "master_address": where.address,
+            "master_port": where.port,
+            "rank_offset": rank_offset,
+            "world_size": where.world_size,
+            "group_name": where.name,
+            "backend": where.backend,
+            **packed,
+        }
+
+    def join(self) -> None:
+        """Returns when all ranks have joined.
+
+        Raises:
+            RuntimeError: they didn't in time.
+        """
+        self._group = BroadcastGroup(self._meeting, self._device, self._store)
+
+    def announce(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, load_format: str | None = None
+    ) -> dict[str, Any]:
+        """What the update call has to say about these tensors, before or while they are sent."""
+        kept = list(named_tensors)
+        return {
+            "names": [name for name, _ in kept],
+            "dtypes": [str(t.dtype).removeprefix("torch.") for _, t in kept],
+            "shapes": [list(t.shape) for _, t in kept],
+            "group_name": self._meeting.name,
+            **({"load_format": load_format} if load_format else {}),
+        }
+
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, load_format: str | None = None) -> None:
+        """Broadcasts the tensors in order, as they were announced. Returns when they are sent.
+
+        Raises:
+            BroadcastError: an engine is gone, or did not receive in time. Close the sender, and make another.
+        """
+        if self._group is None:
+            raise BroadcastError("join the group first")
+        for chunk in _chunks((t for _, t in named_tensors), self._packed_bytes, flat=load_format == FLAT):
+            parts = [as_bytes(tensor).to(self._group.device) for tensor in chunk]
+            self._group.broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def close(self) -> None:
+        """Leaves the group and stops listening."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._store = None
