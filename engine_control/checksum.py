@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,21 +20,49 @@ WORD = 4
 
 
 def device_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """The fast digest of each tensor, by its name, with one wait for the device at the end."""
-    sums, about = [], []
-    for name, tensor in tensors:
-        found = chunk_sums(tensor)
-        sums.append(found)
-        about.append((name, f"{tensor.dtype}{list(tensor.shape)}".encode(), len(found)))
-    if not sums:
-        return {}
-    flat = torch.cat([s.to(sums[0].device) for s in sums]).cpu().numpy()
-    digests, position = {}, 0
-    for name, head, count in about:
-        body = flat[position : position + count].tobytes()
-        digests[name] = hashlib.blake2b(head + body, digest_size=16).hexdigest()
-        position += count
+    """The fast digest of each tensor, by its name, with one wait for each device at the end."""
+    named = list(tensors)
+    sums = _on_host(_sums_of([tensor for _, tensor in named]))
+    digests = {}
+    for (name, tensor), found in zip(named, sums, strict=True):
+        head = f"{tensor.dtype}{list(tensor.shape)}".encode()
+        digests[name] = hashlib.blake2b(head + found, digest_size=16).hexdigest()
     return digests
+
+
+def _sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`chunk_sums` of each. Tensors of less than a chunk and of equal size share their launches."""
+    sums: dict[int, torch.Tensor] = {}
+    small: dict[tuple[torch.device, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.nbytes < CHUNK_WORDS * WORD:
+            small.setdefault((tensor.device, tensor.nbytes), []).append(index)
+        else:
+            sums[index] = chunk_sums(tensor)
+    for (device, nbytes), alike in small.items():
+        together = max(CHUNKS_AT_ONCE * CHUNK_WORDS * WORD // max(nbytes, 1), 1)
+        for first in range(0, len(alike), together):
+            group = alike[first : first + together]
+            words = torch.stack([_words(tensors[index]) for index in group])
+            found = (words * _factors(device)[: words.shape[1]]).sum(1)
+            sums |= {index: found[row : row + 1] for row, index in enumerate(group)}
+    return [sums[index] for index in range(len(tensors))]
+
+
+def _on_host(sums: Sequence[torch.Tensor]) -> list[bytes]:
+    """The bytes of each, fetched together."""
+    devices: dict[torch.device, list[int]] = {}
+    for index, found in enumerate(sums):
+        devices.setdefault(found.device, []).append(index)
+    fetched: dict[int, bytes] = {}
+    for indices in devices.values():
+        flat = torch.cat([sums[index] for index in indices]).cpu().numpy()
+        position = 0
+        for index in indices:
+            count = len(sums[index])
+            fetched[index] = flat[position : position + count].tobytes()
+            position += count
+    return [fetched[index] for index in range(len(sums))]
 
 
 def chunk_sums(tensor: torch.Tensor) -> torch.Tensor:

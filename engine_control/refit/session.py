@@ -18,12 +18,10 @@ from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
 from engine_control.refit.manifest import Manifest, check_against
 from engine_control.refit.target import RefitTarget
+from engine_control.refit.undo import Key, UndoLog
 
-Key = tuple[str, str]
-"""A module's name and a tensor's."""
-
+Applied = tuple[Key, torch.Tensor]
 UndoPlace = Literal["device", "host", "shadow", "none"]
-DEVICE_MARGIN_BYTES = 1 << 30  # of a GPU's free memory, left to everything else
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class RefitSession:
         self.modules = tuple(modules)
         self.partial = partial and undo
         self.staged = staged
-        self._undo = _UndoLog() if undo and not staged else None
+        self._undo = UndoLog() if undo and not staged else None
         self._can_undo = undo or staged
         self._shadow: dict[Key, torch.Tensor] = {}
         self._sent: dict[Key, None] = {}
@@ -95,24 +93,32 @@ class RefitSession:
         return list(self._sent)
 
     @torch.no_grad()
-    def update(self, items: Iterable[WeightItem]) -> Received:
-        """Applies the tensors of one call.
+    def update(self, items: Iterable[WeightItem], *, at_once: int = 1) -> Received:
+        """Applies the tensors of one call. `at_once` of them are held and applied together, if they stay valid so long.
 
         Raises:
             RefitRefusedError: one of them is unknown, came before, or has another shape, another dtype or numbers that
                 aren't finite. All of this call is undone then; what came before stays.
         """
         self._last_call, nbytes = [], 0
+        waiting: list[Applied] = []
         finite: list[tuple[Key, torch.Tensor]] = []
         try:
             for item in items:
                 key = self._checked(item)
+                first = self._tied.setdefault(self._representative(key), key)
+                if first != key:
+                    finite += self._apply(waiting)
+                    waiting = []
+                    self._refuse_untied(first, key, item.tensor)
                 self._sent[key] = None
                 self._last_call.append(key)
-                self._apply(key, item.tensor)
-                nbytes += item.tensor.numel() * item.tensor.element_size()
-                if item.tensor.is_floating_point():
-                    finite.append((key, _largest(item.tensor)))
+                waiting.append((key, item.tensor))
+                nbytes += item.tensor.nbytes
+                if len(waiting) >= at_once:
+                    finite += self._apply(waiting)
+                    waiting = []
+            finite += self._apply(waiting)
             _refuse_non_finite(finite)
         except BaseException:
             self.undo_last_call()
@@ -151,10 +157,9 @@ class RefitSession:
     def commit(self) -> None:
         """Afterwards the new weights are the weights, in the kernels' layout, and the old bytes are gone."""
         if self.staged:
-            self._undo = _UndoLog()
+            self._undo = UndoLog()
             try:
-                for key, tensor in self._shadow.items():
-                    self._write(key, tensor)
+                self._write(list(self._shadow.items()))
             except BaseException:
                 self.undo()
                 raise
@@ -175,18 +180,23 @@ class RefitSession:
         self._sent.clear()
         self._tied.clear()
 
-    def _apply(self, key: Key, tensor: torch.Tensor) -> None:
+    def _apply(self, batch: Sequence[Applied]) -> list[tuple[Key, torch.Tensor]]:
+        """Writes the tensors, or puts them into the shadow; what tells whether they are finite."""
         if self.staged:
-            live = self._target.checkpoint_tensors(key[0])[key[1]]
-            self._shadow[key] = torch.empty_like(tensor, device=live.device).copy_(tensor)
+            for key, tensor in batch:
+                live = self._target.checkpoint_tensors(key[0])[key[1]]
+                self._shadow[key] = torch.empty_like(tensor, device=live.device).copy_(tensor)
         else:
-            self._write(key, tensor)
+            self._write(batch)
+        return _largest(batch)
 
-    def _write(self, key: Key, tensor: torch.Tensor) -> None:
-        for live, new in self._target.destinations(*key, tensor):
-            if self._undo is not None:
-                self._undo.keep(key, live)
-            live.copy_(new)
+    def _write(self, batch: Sequence[Applied]) -> None:
+        pieces = [(key, *pair) for key, tensor in batch for pair in self._target.destinations(*key, tensor)]
+        if not pieces:
+            return
+        if self._undo is not None:
+            self._undo.keep([(key, live) for key, live, _ in pieces])
+        torch._foreach_copy_([live for _, live, _ in pieces], [new for _, _, new in pieces])
 
     def _checked(self, item: WeightItem) -> Key:
         """The tensor's key, if it may be written."""
@@ -214,19 +224,16 @@ class RefitSession:
                 code="wrong_shape" if tuple(tensor.shape) != info.shape else "wrong_dtype",
                 hint="Send it as the checkpoint has it.",
             )
-        self._refuse_untied(key, tensor)
         return key
 
-    def _refuse_untied(self, key: Key, tensor: torch.Tensor) -> None:
+    def _refuse_untied(self, first: Key, key: Key, tensor: torch.Tensor) -> None:
         """Tied weights may come under any of their names, and under several only with the same bytes."""
-        representative = self._representative(key)
-        other = self._tied.setdefault(representative, key)
-        if other != key and not torch.equal(self._lying(other).cpu(), tensor.cpu()):
+        if not torch.equal(self._lying(first).cpu(), tensor.cpu()):
             raise _refused(
-                f"it is tied to {other[1]!r}, which came with other numbers",
+                f"it is tied to {first[1]!r}, which came with other numbers",
                 *key,
                 code="tied_weights",
-                hint="Send one.",
+                hint="Send one name.",
             )
 
     def _representative(self, key: Key) -> Key:
@@ -253,54 +260,36 @@ class RefitSession:
         return f"{module!r} has {len(names)}, such as {names[0]!r}." if names else f"{module!r} has no weights."
 
 
-class _UndoLog:
-    """The old bytes of what was written, each kept once."""
-
-    def __init__(self) -> None:
-        self._old: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.place: UndoPlace = "device"
-
-    def keep(self, key: Key, live: torch.Tensor) -> None:
-        self._old.setdefault(key, []).append((live, self._copy(live)))
-
-    def restore(self, key: Key) -> None:
-        for live, old in reversed(self._old.pop(key, [])):
-            live.copy_(old)
-
-    def restore_all(self) -> None:
-        for key in reversed(list(self._old)):
-            self.restore(key)
-
-    def _copy(self, live: torch.Tensor) -> torch.Tensor:
-        if live.device.type != "cuda":
-            return live.clone()
-        if self.place == "device":
-            free, _ = torch.cuda.mem_get_info(live.device)
-            reserved = torch.cuda.memory_reserved(live.device) - torch.cuda.memory_allocated(live.device)
-            if free + reserved > live.numel() * live.element_size() + DEVICE_MARGIN_BYTES:
-                return live.clone()
-            self.place = "host"
-        return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).copy_(live)
-
-
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that is finite if and only if all of the tensor's are; on the tensor's device, without waiting."""
-    if tensor.numel() == 0:
-        return torch.zeros((), device=tensor.device)
-    if tensor.element_size() == 1:  # float8 has no norms
-        return tensor.float().abs().amax()
-    return torch.linalg.vector_norm(
-        tensor.detach(), float("inf"), dtype=torch.float32 if tensor.element_size() < 4 else None
-    )
+def _largest(batch: Sequence[Applied]) -> list[tuple[Key, torch.Tensor]]:
+    """For each tensor of floating point a number that is finite if and only if all of the tensor's are; on the tensor's
+    device, without waiting for it."""
+    found: list[tuple[Key, torch.Tensor]] = []
+    by_kind: dict[object, list[Applied]] = {}
+    for key, tensor in batch:
+        if tensor.is_floating_point() and tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append((key, tensor))
+    for alike in by_kind.values():
+        tensors = [tensor.detach() for _, tensor in alike]
+        if tensors[0].element_size() == 1:  # float8 has no norms
+            tensors = [tensor.float() for tensor in tensors]
+        norms = torch._foreach_norm(tensors, float("inf"))
+        found += [(key, norm) for (key, _), norm in zip(alike, norms, strict=True)]
+    return found
 
 
 def _refuse_non_finite(found: Sequence[tuple[Key, torch.Tensor]]) -> None:
     if not found:
         return
-    largest = torch.stack([value.to(found[0][1].device, torch.float64) for _, value in found]).cpu()
-    bad = (~largest.isfinite()).nonzero().flatten().tolist()
+    by_dtype: dict[object, list[tuple[Key, torch.Tensor]]] = {}
+    for key, value in found:
+        by_dtype.setdefault((value.device, value.dtype), []).append((key, value))
+    bad = [
+        alike[index][0]
+        for alike in by_dtype.values()
+        for index in (~torch.stack([value for _, value in alike]).isfinite()).nonzero().flatten().tolist()
+    ]
     if bad:
-        module, name = found[bad[0]][0]
+        module, name = bad[0]
         raise _refused(
             "it holds NaN or infinity",
             module,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ from engine_control.registry import Registry
 class WeightItem(NamedTuple):
     """A tensor on its way into the engine. `module` None: the one module that the call, or the session, is about.
 
-    The tensor may be the transport's own buffer: it is read before the next item is asked for, and not kept.
+    The tensor may be the transport's own buffer: it is read before the next item is asked for, and not kept, unless the
+    transport says that it `keeps_tensors`.
     """
 
     module: str | None
@@ -50,6 +51,9 @@ class TransportContext:
 
 class WeightTransport(ABC):
     """One way for weights to come in."""
+
+    keeps_tensors: ClassVar[bool] = False
+    """Whether all tensors of one call stay valid until its end, so that many can be applied together."""
 
     def __init__(self, context: TransportContext) -> None:
         self.context = context

@@ -53,6 +53,8 @@ class IpcTransport(WeightTransport):
     A buffer stays mapped until another one comes, or `shutdown`.
     """
 
+    keeps_tensors = True
+
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._mapped: tuple[object, torch.Tensor] | None = None

@@ -1,0 +1,215 @@
+"""How long does a refit of a whole transformer take, and a wake-up with one, against copies of as many bytes?
+
+    python -m benchmarks.bench_refit --shapes sd3.5-medium,qwen-image
+    python -m benchmarks.bench_refit
+
+The first is for a GPU (full-size shapes, random weights); on a CPU it is the embedded model. Another process on the
+same device holds the new weights. Each refit is a session with an undo copy on the device, verified at the end by the
+device's digest. Arms: `flat` reads them where the sender has them in one buffer, mapped once; `handles` by a handle for
+each tensor (GPU); `packed` out of a double buffer that the sender fills meanwhile; `direct` out of this process's memory;
+`disk` from a checkpoint in the page cache; `wake` resumes memory that was released without a backup, and refits. Ceilings
+are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.full_size import SHAPES
+from diffusion_rl.config import EngineConfig, engine_environment
+from diffusion_rl.models import ModelFamily, load_family
+from diffusion_rl.rollout.engine import RolloutEngine
+from engine_control.child import start_child
+from engine_control.config import ControlConfig
+from engine_control.refit.backends.direct import direct_info
+from engine_control.step_loop import StepLoop
+from engine_control.wire import receive_message, send_message
+
+SENDER = "benchmarks.refit_sender"
+CEILING_BYTES = 1 << 30
+LIMIT = (
+    "In place every byte is read and written twice, the old ones into the undo copy and the new ones over them: the "
+    "limit is the time of two copies (`fraction_of_copies`). Verification reads them once more. From disk the link to "
+    "the device, or memory, is the limit."
+)
+
+
+class Rig:
+    """One engine without requests, its control layer, and a sender in another process."""
+
+    def __init__(self, shape: str, device: str, folder: Path) -> None:
+        self.family: ModelFamily = SHAPES[shape](device) if shape in SHAPES else load_family(shape, device=device)
+        control = ControlConfig(enable_memory_saver=True)
+        config = EngineConfig(shape, device=device, deterministic="off", cuda_graphs=False, control=control)
+        self.engine = RolloutEngine(self.family, config)
+        self.loop = StepLoop(self.engine)
+        self.engine.controlled_by(self.loop)
+        self.device, self.folder = torch.device(device), folder
+        weights = self.family.transformer.state_dict()
+        self.bytes = sum(t.nbytes for t in weights.values())
+        self.process, self.sender = start_child(SENDER, engine_environment())
+        names = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in weights.items()]
+        self.ask("hold", names=names, device=device)
+        self.manifest = self.ask("manifest")["manifest"]
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        send_message(self.sender, {"do": do, **fields})
+        return receive_message(self.sender)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        answer = self.loop.call(name, arguments)
+        self.loop.run_until_idle()
+        return answer.result()
+
+    def session(self, updates: Callable[[], Iterator[tuple[str, dict[str, Any]]]], *, verify: bool) -> dict[str, float]:
+        """One refit, and the seconds of its parts. The undo copy is made while updates are applied."""
+        at = [time.perf_counter()]
+        begun = self.call("begin_weight_update")
+        undo = begun["undo"]
+        for transport, info in updates():
+            undo = self.call("update_weights", transport=transport, info=info, flush_cache=False)["undo"]
+        at.append(self.now())
+        self.call("end_weight_update", manifest=self.manifest if verify else None, flush_cache=False)
+        at.append(self.now())
+        self.undo = undo
+        return {"applied_s": at[1] - at[0], "verified_s": at[2] - at[1], "total_s": at[2] - at[0]}
+
+    def now(self) -> float:
+        measure.synchronise()
+        return time.perf_counter()
+
+    def flat(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "ipc", self.ask("flat")
+
+    def handles(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "ipc", self.ask("handles")
+
+    def packed(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        info = self.ask("pack", half_bytes=1 << 30)["info"]
+        while info is not None:
+            yield "ipc", info
+            info = self.ask("next")["info"]
+
+    def direct(self, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "direct", direct_info(weights.items(), "transformer")
+
+    def disk(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "disk", {"model_path": str(self.folder / "transformer")}
+
+    def close(self) -> None:
+        self.engine.close()
+        self.sender.close()
+        self.process.wait(30)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = measure.command_line("refit", __doc__ or "", repeats=5)
+    parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}, or a model; by default the embedded model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--arms", default="flat,handles,packed,direct,disk,wake", help="which to time")
+    arguments = parser.parse_args(argv)
+    report = measure.Report(
+        "refit",
+        "How far is a refit of all weights from the copies that it can't do without?",
+        measure.settings_of(arguments),
+        limit=LIMIT,
+    )
+    ceilings = measured_ceilings(arguments.device)
+    report.results.append({"case": "ceilings", **ceilings})
+    device = f"{arguments.device}:0" if arguments.device == "cuda" else arguments.device
+    for shape in (arguments.shapes or "embedded").split(","):
+        with rig(shape, device) as found:
+            for arm in arguments.arms.split(","):
+                if arm == "handles" and found.device.type != "cuda":
+                    continue
+                row = timed(found, arm, arguments.repeats, ceilings["copy_bytes_per_s"])
+                report.results.append({"case": f"{shape}: {arm}", **row})
+                print(report.results[-1], flush=True)
+                report.ratios[f"{shape}_{arm}_fraction_of_copies"] = row["fraction_of_copies"]
+                report.write(arguments.out)
+    rows = [[r["case"], r["total_ms"], r["fraction_of_copies"]] for r in report.results if "total_ms" in r]
+    measure.print_table("refits of whole transformers", ["case", "ms", "of two copies' rate"], rows)
+    report.write(arguments.out)
+    return 0
+
+
+@contextmanager
+def rig(shape: str, device: str) -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Rig(shape, device, Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
+            del made
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def timed(found: Rig, arm: str, repeats: int, copy_rate: float) -> dict[str, Any]:
+    """Medians of an arm's parts; one round more goes before, which allocates what is kept."""
+    work = arms(found)[arm]
+    rounds = [work() for _ in range(repeats + 1)][1:]
+    parts = {name.replace("_s", "_ms"): 1e3 * sorted(r[name] for r in rounds)[len(rounds) // 2] for name in rounds[0]}
+    limit = 2 * found.bytes / copy_rate
+    return {
+        "bytes": found.bytes,
+        "undo": found.undo,
+        **parts,
+        "two_copies_ms": 1e3 * limit,
+        "fraction_of_copies": 1e3 * limit / parts["total_ms"],
+    }
+
+
+def arms(found: Rig) -> dict[str, Callable[[], dict[str, float]]]:
+    def direct() -> dict[str, float]:
+        own = {name: tensor.clone() for name, tensor in found.family.transformer.state_dict().items()}
+        return found.session(lambda: found.direct(own), verify=False)
+
+    def disk() -> dict[str, float]:
+        if not (found.folder / "transformer").exists():
+            found.family.transformer.save_pretrained(found.folder / "transformer", max_shard_size="5GB")
+        return found.session(found.disk, verify=False)
+
+    def wake() -> dict[str, float]:
+        found.call("release_memory_occupation", backup=False)
+        began = found.now()
+        found.call("resume_memory_occupation")
+        resumed = found.now() - began
+        parts = found.session(found.flat, verify=True)
+        return {"resumed_s": resumed, **parts, "total_s": resumed + parts["total_s"]}
+
+    return {
+        "flat": lambda: found.session(found.flat, verify=True),
+        "handles": lambda: found.session(found.handles, verify=True),
+        "packed": lambda: found.session(found.packed, verify=True),
+        "direct": direct,
+        "disk": disk,
+        "wake": wake,
+    }
+
+
+def measured_ceilings(device: str) -> dict[str, float]:
+    """Bytes a second of a copy on the device (each byte counted once), and over the link, pinned."""
+    source, target = (torch.empty(CEILING_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    arms: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    if device == "cuda":
+        host = torch.empty(CEILING_BYTES, dtype=torch.uint8, pin_memory=True)
+        arms |= {"host_to_device": lambda: target.copy_(host), "device_to_host": lambda: host.copy_(source)}
+    series = measure.alternate(arms, 10, warmups=2)
+    return {f"{name}_bytes_per_s": CEILING_BYTES / taken.median for name, taken in series.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The old bytes of weights that were written, until the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+Key = tuple[str, str]
+"""A module's name and a tensor's."""
+
+DEVICE_MARGIN_BYTES = 1 << 30  # of a GPU's free memory, left to everything else
+
+
+class UndoLog:
+    """Copies beside the weights; on a GPU, where there is no room for more, in pinned host memory."""
+
+    def __init__(self) -> None:
+        self._old: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.place: Literal["device", "host"] = "device"
+
+    def keep(self, pieces: Sequence[tuple[Key, torch.Tensor]]) -> None:
+        """Copies each live tensor; call it before they are written."""
+        lives = [live for _, live in pieces]
+        copies = self._room_for(lives)
+        torch._foreach_copy_(copies, lives)
+        for (key, live), copy in zip(pieces, copies, strict=True):
+            self._old.setdefault(key, []).append((live, copy))
+
+    def restore(self, key: Key) -> None:
+        """Afterwards that weight is as it was; what had not been written stays."""
+        for live, old in reversed(self._old.pop(key, [])):
+            live.copy_(old)
+
+    def restore_all(self) -> None:
+        """Afterwards everything is as it was."""
+        for key in reversed(list(self._old)):
+            self.restore(key)
+
+    def _room_for(self, lives: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        device = lives[0].device
+        if device.type == "cuda" and self.place == "device":
+            free, _ = torch.cuda.mem_get_info(device)
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if free + unused < sum(live.nbytes for live in lives) + DEVICE_MARGIN_BYTES:
+                self.place = "host"
+        if self.place == "host":
+            return [torch.empty(live.shape, dtype=live.dtype, pin_memory=True) for live in lives]
+        return [torch.empty_like(live, memory_format=torch.preserve_format) for live in lives]
