@@ -1,0 +1,106 @@
+"""What is left of a run: a JSON report and a picture of its reward curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+import diffusion_rl
+
+from .loop import Run
+
+
+def report_of(run: Run) -> dict[str, Any]:
+    """The run with what it takes to read it later: the machine, the versions, the commit."""
+    phases: dict[str, float] = {}
+    for epoch in run.epochs:
+        for name, seconds in epoch["seconds"].items():
+            phases[name] = round(phases.get(name, 0.0) + seconds, 2)
+    ratios, exact = (sum(e[name] for e in run.epochs) for name in ("ratios", "ratios_exactly_one"))
+    before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
+    return {
+        "benchmark": "flow_grpo",
+        "question": "Does FlowGRPO against the service raise the checker's accuracy on held-out captions?",
+        "gain_points": {way: round(100 * (after[way] - before[way]), 1) for way in before if way in after},
+        "ratios": {"before_first_step": ratios, "exactly_one": exact},
+        "seconds_by_phase": phases,
+        "machine": {
+            "cpu_cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "load_average_1min": round(os.getloadavg()[0], 2),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "diffusion_rl": diffusion_rl.__version__,
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+        },
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(run),
+    }
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Writes the report; the folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def plot(run: Run, path: Path) -> bool:
+    """Draws reward and accuracy by epoch, and both evaluations. False: matplotlib isn't installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    numbers = [epoch["epoch"] for epoch in run.epochs]
+    for name, label, colour in (("reward", "reward", "tab:blue"), ("correct", "right in every attribute", "tab:green")):
+        values = [epoch[name] for epoch in run.epochs]
+        axes.plot(numbers, values, color=colour, alpha=0.25)
+        axes.plot(numbers, _smooth(values), color=colour, label=f"{label} (training, smoothed)")
+    for way, colour in (("own", "black"), ("guided", "gray")):
+        found = [
+            (at, run.evaluations[when][way]) for when, at in (("before", 0), ("after", run.done)) if _has(run, when)
+        ]
+        axes.plot([at for at, _ in found], [v for _, v in found], "o--", color=colour, label=f"held out, {way}")
+    axes.set(xlabel="epoch", ylabel="share", ylim=(0, 1), title="FlowGRPO of the embedded model")
+    axes.legend(loc="lower right", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _has(run: Run, when: str) -> bool:
+    return when in run.evaluations
+
+
+def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
+    """An exponential mean without the bias of its beginning."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
+        smoothed.append(total / norm)
+    return smoothed
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

@@ -1,0 +1,99 @@
+"""The rollout half, over HTTP: groups for training, pictures for evaluation, and the service itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_rl.client import RolloutClient
+from diffusion_rl.sample import RolloutSample
+from diffusion_rl.shapes import check, held_out_captions, training_captions
+from diffusion_rl.training import GroupKey, group_seed, iteration_generator
+
+from .settings import Places, Settings
+
+AT_ONCE = 16  # requests in flight; the engine batches them step by step
+EVALUATION_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one epoch rolls out: a function of (seed, epoch) alone, the same for a resumed run."""
+
+    epoch: int
+    captions: tuple[str, ...]
+    sde_steps: tuple[int, ...]
+
+
+def plan_of(settings: Settings, epoch: int) -> Plan:
+    """Captions without replacement, and the window of stochastic steps, drawn once for all requests of the epoch."""
+    captions = training_captions()
+    drawn = torch.randperm(len(captions), generator=iteration_generator(settings.seed, epoch, "captions"))
+    generator = iteration_generator(settings.seed, epoch, "stochastic steps")
+    first = int(torch.randint(settings.sde_first + 1, (1,), generator=generator))
+    chosen = tuple(captions[index] for index in drawn[: settings.prompts].tolist())
+    return Plan(epoch, chosen, tuple(range(first, first + settings.sde_steps)))
+
+
+def roll_out(client: RolloutClient, settings: Settings, plan: Plan) -> list[list[RolloutSample]]:
+    """The epoch's groups, in the order of its captions; their requests are in flight together."""
+    states = [*plan.sde_steps, plan.sde_steps[-1] + 1]
+    fields: dict[str, Any] = {
+        "num_outputs_per_prompt": settings.group,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance,
+        "rollout_noise_level": settings.noise_level,
+        "rollout_sde_step_indices": plan.sde_steps,
+        "rollout_return_step_indices": states,
+        "rollout_return_dit_trajectory": True,
+        "rollout_return_denoising_env": True,
+        "rollout_debug_mode": False,
+        "init_same_noise": settings.same_noise,
+    }
+
+    def group(index: int) -> list[RolloutSample]:
+        seed = group_seed(GroupKey(run=settings.seed, epoch=plan.epoch, prompt=index))
+        return client.generate(plan.captions[index], seed=seed, **fields)
+
+    return _together(group, len(plan.captions))
+
+
+def evaluate(client: RolloutClient, captions: int, fields: dict[str, Any]) -> float:
+    """The share of held-out captions whose picture the checker finds right in every attribute, by ODE steps."""
+    chosen = held_out_captions()[:captions]
+
+    def right(index: int) -> bool:
+        (sample,) = client.generate(chosen[index], seed=EVALUATION_SEED + index, rollout=False, **fields)
+        assert sample.generated_output is not None
+        return check(sample.generated_output, sample.prompt).correct
+
+    return sum(_together(right, len(chosen))) / len(chosen)
+
+
+@contextmanager
+def service_of(places: Places) -> Iterator[str]:
+    """The address of a service: the one that was named, or, while the block runs, one of our own."""
+    if places.url is not None:
+        yield places.url
+        return
+    from diffusion_rl.cli.service_process import running_service
+
+    log = places.folder / "service.log"
+    with running_service("embedded", port=0, log=log, arguments=["--enable-memory-saver"]) as service:
+        service.wait_ready()
+        yield service.url
+
+
+def _together(function: Any, count: int) -> list[Any]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(function, range(count)))
+
+
+def pictures_of(groups: Sequence[Sequence[RolloutSample]]) -> list[tuple[torch.Tensor, str]]:
+    """Picture and caption of every sample, group by group."""
+    return [(s.generated_output, s.prompt) for group in groups for s in group if s.generated_output is not None]
