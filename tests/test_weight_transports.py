@@ -9,9 +9,11 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -483,6 +485,12 @@ def meet(ranks: list[Rank], info: dict[str, Any], join: Callable[[], Any], **mor
     return joined
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def a_sender(ranks: list[Rank], **options: Any) -> WeightSender:
     sender = WeightSender("127.0.0.1", world_size=3, backend="gloo", timeout_s=TIMEOUT_S, **options)
     meet(ranks, sender.init_info(), sender.join)
@@ -509,9 +517,7 @@ def broadcast(ranks: list[Rank], sender: WeightSender, named: dict[str, torch.Te
 def test_a_plain_torch_trainer_meets_two_ranks_and_each_receives_every_tensor(ranks: list[Rank]) -> None:
     from torch.distributed import PrefixStore, broadcast, distributed_c10d, rendezvous
 
-    listener = WeightSender("127.0.0.1", world_size=3, backend="gloo")  # only for a port that is free
-    port = listener.init_info()["master_port"]
-    listener.close()
+    port = free_port()
     where = {"master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1, "world_size": 3}
     info = {**where, "group_name": "sync", "backend": "gloo"}
 
@@ -806,3 +812,207 @@ def test_what_a_transport_does_not_open_it_does_not_close() -> None:
             transport(name).shutdown({})
     for name in ("disk", "tensor", "distributed", "ipc"):
         transport(name).close()
+
+
+# on GPUs
+
+
+def on_gpu(named: dict[str, torch.Tensor], device: str = "cuda:0") -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
+@pytest.fixture(scope="module")
+def gpu_rank() -> Iterator[Rank]:
+    rank = Rank(0, 1, "cuda:0")
+    assert rank.answer() == "ready"
+    yield rank
+    rank.end()
+
+
+@gpu
+def test_tensors_arrive_through_gpu_memory_half_by_half(gpu_rank: Rank) -> None:
+    named = on_gpu({f"w{i}": torch.randn(1 + i, 50) for i in range(12)} | NAMED)
+    found = []
+    for _ in range(2):  # a second sender takes the first one's place
+        with IpcSender(half_bytes=3000, device="cuda:0") as sender:
+            for info in sender.batches(named.items()):
+                answer = gpu_rank.do("receive", "ipc", json.loads(json.dumps(info)))
+                assert "error" not in answer, answer
+                found += answer["value"]
+    assert found == as_sent(named) * 2
+    assert gpu_rank.do("shutdown", "ipc", {})["value"] is None
+
+
+@gpu
+def test_host_memory_and_files_reach_a_rank_on_a_gpu_too(gpu_rank: Rank, tmp_path: Path) -> None:
+    with IpcSender(half_bytes=3000) as sender:
+        for info in sender.batches(NAMED.items()):
+            assert gpu_rank.do("receive", "ipc", info)["value"] == as_sent(NAMED)
+    gpu_rank.do("shutdown", "ipc", {})
+    value = gpu_rank.do("receive", "disk", {"model_path": str(write(tmp_path, NAMED))})["value"]
+    assert sorted(value) == sorted(as_sent(NAMED))
+
+
+@gpu
+def test_a_payload_of_cuda_handles_arrives_and_one_of_another_gpu_is_refused(gpu_rank: Rank) -> None:
+    named = on_gpu(NAMED)
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    for load_format in (None, "flattened_bucket"):
+        payload = serialize_named_tensors(named.items(), load_format=load_format)
+        info = {"serialized_named_tensors": [payload], "load_format": load_format}
+        answer = gpu_rank.do("receive", "tensor", {**info, "payload_gpu_uuids": ["GPU-" + uuid.upper()]})
+        assert answer.get("value") == as_sent(named), answer
+    refused = gpu_rank.do("receive", "tensor", {**info, "payload_gpu_uuids": ["GPU-other"]})
+    assert uuid.lower() in refused["error"]
+    assert "other" in refused["error"]
+
+
+@gpu
+def test_a_handle_whose_device_is_a_uuid_arrives_under_its_patched_name(
+    gpu_rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    tensor = torch.arange(6.0, device="cuda:0").reshape(2, 3).t()
+    arguments = list(reduce_tensor(tensor)[1])
+    arguments[6] = str(torch.cuda.get_device_properties(0).uuid)
+    patched = types.ModuleType("sglang.srt.utils.patch_torch")
+
+    def _rebuild_cuda_tensor_modified() -> None:
+        """Stands for the trainer's."""
+
+    _rebuild_cuda_tensor_modified.__module__ = patched.__name__
+    _rebuild_cuda_tensor_modified.__qualname__ = "_rebuild_cuda_tensor_modified"
+    vars(patched)["_rebuild_cuda_tensor_modified"] = _rebuild_cuda_tensor_modified
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, patched.__name__, patched)
+
+    class Reduced:
+        def __reduce__(self) -> Any:
+            return _rebuild_cuda_tensor_modified, tuple(arguments)
+
+    text = base64.b64encode(pickle.dumps([("w", Reduced())])).decode()
+    answer = gpu_rank.do("receive", "tensor", {"serialized_named_tensors": [text]})
+    assert answer.get("value") == as_sent({"w": tensor}), answer
+
+
+def vllm_handle(tensor: torch.Tensor) -> tuple[str, list[Any]]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return str(torch.cuda.get_device_properties(tensor.device).uuid), list(reduce_tensor(tensor)[1])
+
+
+def as_json(arguments: list[Any]) -> list[Any]:
+    plain = [None, list(arguments[1]), list(arguments[2]), arguments[3], None, str(arguments[5]), *arguments[6:]]
+    return [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in plain]
+
+
+@gpu
+def test_vllms_handles_arrive_singly_packed_and_pickled(gpu_rank: Rank) -> None:
+    named = on_gpu({k: v for k, v in NAMED.items() if k != "empty"})
+    fields = {
+        "names": list(named),
+        "dtype_names": [str(t.dtype)[6:] for t in named.values()],
+        "shapes": [list(t.shape) for t in named.values()],
+    }
+    assert gpu_rank.do("init", "ipc", {"packed": False})["value"] is None
+    handles = [{uuid: as_json(a)} for uuid, a in map(vllm_handle, named.values())]
+    answer = gpu_rank.do("receive", "ipc", {**fields, "ipc_handles": handles})
+    assert answer.get("value") == as_sent(named), answer
+    pickled = base64.b64encode(pickle.dumps([{u: tuple(a)} for u, a in map(vllm_handle, named.values())])).decode()
+    answer = gpu_rank.do("receive", "ipc", {**fields, "ipc_handles_pickled": pickled})
+    assert answer.get("value") == as_sent(named), answer
+    flat, _ = flatten(named.items())
+    uuid, arguments = vllm_handle(flat)
+    sizes = [t.nbytes for t in named.values()]
+    for shift in (0, 1):  # one export, read twice: the buffer stays mapped
+        flat += shift
+        torch.cuda.synchronize()
+        call = {**fields, "ipc_handles": {uuid: as_json(arguments)}, "tensor_sizes": sizes}
+        answer = gpu_rank.do("receive", "ipc", {**call, **({"names": ["x"]} if shift else {})})
+        assert ("value" in answer) is not bool(shift), answer
+    assert gpu_rank.do("shutdown", "ipc", {})["value"] is None
+
+
+@contextlib.contextmanager
+def nccl_pair(**options: Any) -> Iterator[tuple[Rank, WeightSender]]:
+    rank = Rank(0, 1, "cuda:1")
+    assert rank.answer() == "ready"
+    sender = WeightSender("127.0.0.1", world_size=2, device="cuda:0", timeout_s=TIMEOUT_S, **options)
+    meet([rank], sender.init_info(), sender.join)
+    yield rank, sender
+    rank.do("shutdown", "distributed", {})
+    sender.close()
+    rank.end()
+
+
+@two_gpus
+def test_nccl_brings_tensors_singly_flattened_and_packed_and_after_a_call_that_ended_early() -> None:
+    named = on_gpu({**NAMED, "int16": torch.arange(3, dtype=torch.int16)})
+    with nccl_pair() as (rank, sender):
+        for form in ({}, {"load_format": "flattened_bucket"}):
+            assert broadcast([rank], sender, named, **form)[0].get("value") == as_sent(named)
+        rank.ask("receive", "distributed", sender.announce(named.items()), stop_after=1)
+        sender.send(named.items())
+        assert len(rank.answer()["value"]) == 1
+        assert broadcast([rank], sender, named)[0].get("value") == as_sent(named)
+    with nccl_pair(packed_bytes=20) as (rank, sender):
+        assert broadcast([rank], sender, named)[0].get("value") == as_sent(named)
+
+
+@two_gpus
+def test_a_plain_torch_trainer_meets_a_rank_over_nccl() -> None:
+    from torch.distributed import PrefixStore, broadcast, distributed_c10d, rendezvous
+
+    rank = Rank(0, 1, "cuda:1")
+    assert rank.answer() == "ready"
+    port = free_port()
+    wait = distributed_c10d.default_pg_timeout
+    torch.cuda.set_device(0)
+
+    def join() -> Any:
+        store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=wait))
+        group, _ = distributed_c10d._new_process_group_helper(
+            2, 0, [], "nccl", PrefixStore("nccl-sync", store), group_name="nccl-sync", timeout=wait
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+        return group
+
+    where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    group = meet([rank], {**where, "group_name": "nccl-sync"}, join)
+    named = on_gpu({k: v for k, v in NAMED.items() if k != "empty"})
+    fields = {
+        "names": list(named),
+        "dtypes": [str(t.dtype) for t in named.values()],
+        "shapes": [list(t.shape) for t in named.values()],
+        "group_name": "nccl-sync",
+    }
+    rank.ask("receive", "distributed", fields)
+    for tensor in named.values():
+        broadcast(tensor, src=0, group=group)
+    assert rank.answer().get("value") == as_sent(named)
+    assert rank.do("shutdown", "distributed", {})["value"] is None  # while the trainer is still in the group
+    group._get_backend(torch.device("cuda")).shutdown()
+    rank.end()
+
+
+@two_gpus
+def test_a_trainer_that_dies_under_nccl_gives_an_error_and_the_rank_lives_on() -> None:
+    script = DYING.replace('backend="gloo"', 'backend="nccl", device="cuda:0"').replace("ones(3)", "ones(3).cuda()")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, str(HERE.parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    port = int(trainer.stdout.readline())  # type: ignore[union-attr]
+    rank = Rank(0, 1, "cuda:1")
+    assert rank.answer() == "ready"
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    assert rank.do("init", "distributed", info, timeout_s=8.0).get("error") is None
+    two = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[3], [3]]}
+    rank.ask("receive", "distributed", two, timeout_s=8.0)
+    trainer.communicate("\n")
+    lost = rank.answer()
+    assert lost["code"] == "broadcast_failed", lost
+    time.sleep(3)  # NCCL's watchdog would end the process now
+    assert rank.do("shutdown", "distributed", {}, timeout_s=8.0)["code"] == "unknown_group"
+    rank.end()

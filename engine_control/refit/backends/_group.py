@@ -83,15 +83,13 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise BroadcastError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
-    def close(self, *, broken: bool = False) -> None:
-        """Leaves the group. `broken`: a broadcast is waiting for somebody who is gone."""
+    def close(self) -> None:
+        """Leaves the group, at once: NCCL's orderly shutdown would wait until all others leave it too, and those wait
+        for this rank's answer first."""
         backend, self._backend = self._backend, None
         if backend is not None and self.meeting.backend == "nccl":
             with contextlib.suppress(RuntimeError):
-                if broken:
-                    backend.abort()
-                else:
-                    backend.shutdown()
+                backend.abort()
 
     def _poll(self, work: Any) -> None:
         """Waits until the GPU has it. (NCCL's own wait only orders streams, and its deadline ends the process.)"""

@@ -113,7 +113,7 @@ class DistributedTransport(WeightTransport):
     def close(self) -> None:
         while self._channels:
             with contextlib.suppress(Exception):
-                self._channels.popitem()[1].group.close(broken=True)
+                self._channels.popitem()[1].group.close()
 
     def _received(
         self, name: str, channel: Channel, chunks: list[list[Announced]], module: str | None, loader: Loader
@@ -124,7 +124,7 @@ class DistributedTransport(WeightTransport):
             stream.drain()  # what a loader did not ask for
         except BroadcastError as error:
             self._channels.pop(name, None)
-            channel.group.close(broken=True)
+            channel.group.close()
             raise RefitRefusedError(
                 f"Failed to receive weights: {error} (group {name!r})",
                 code="broadcast_failed",
@@ -145,7 +145,7 @@ class DistributedTransport(WeightTransport):
             stream.drain()
         except BroadcastError:
             self._channels.pop(name, None)
-            channel.group.close(broken=True)
+            channel.group.close()
 
     def _meeting(self, info: Mapping[str, Any]) -> Meeting:
         context = self.context
