@@ -40,6 +40,7 @@ class RolloutParams:
     window) names and runs ODE steps elsewhere; sample i of the group has seed `seed + i`, unless `seeds` names them.
 
     Field notes:
+        lora_name: the adapter that the transformer computes with, unmerged; None is the base alone.
         rollout_sde_type: a step kind (`sde`, `cps`, `dance`, `ode`, `affine`).
         rollout_noise_level: eta, the noise level of the stochastic steps. 0 makes the request an ODE request.
         rollout_log_prob_no_const: log-probs are `mean(-(x' - mean)^2)` instead of the full Gaussian density.
@@ -96,6 +97,7 @@ class RolloutParams:
     output_type: OutputType = "image"
     output_dtype: OutputDtype = "float32"
     priority: int = 0
+    lora_name: str | None = None
 
     def validate(self, limits: Limits, *, step_kinds: Sequence[str]) -> None:
         """Checks all that can be known without a model.
@@ -202,6 +204,8 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
             )
         if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
             raise InvalidRequestError("holds half a surrogate pair, which is no text", field=name, hint="Send UTF-8.")
+    if params.lora_name is not None and not isinstance(params.lora_name, str):
+        raise InvalidRequestError("must be a string", field="lora_name", value=params.lora_name)
     if not params.prompt.strip():
         raise InvalidRequestError("the prompt is empty", field="prompt", value=params.prompt, hint="Send some text.")
 

@@ -107,9 +107,12 @@ class RolloutPipeline(ControlMethods):
         *,
         transformer: torch.nn.Module | None = None,
         steps: Sequence[int] | None = None,
+        lora_name: str | None = None,
     ) -> torch.Tensor:
-        """Log-probs of returned samples under given weights, with autograd; see `diffusion_rl.rollout.replay`."""
-        return replay(self._engine.family, samples, transformer=transformer, steps=steps)
+        """Log-probs of returned samples under given weights, with autograd; see `diffusion_rl.rollout.replay`.
+        `lora_name` is the adapter that the pipeline's own transformer computes with."""
+        with self._engine.weights.adapters.active(lora_name):
+            return replay(self._engine.family, samples, transformer=transformer, steps=steps)
 
     def _refuse_waiting(self) -> None:
         """A call in this thread can't wait for a command that nobody else could give."""

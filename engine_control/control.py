@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine_control.adapters import AdapterConductor
 from engine_control.config import ControlConfig
 from engine_control.engine import ControlledEngine
 from engine_control.errors import InvalidRequestError
@@ -48,9 +49,11 @@ class Control:
             implicit_sessions=config.implicit_weight_sessions,
             session_timeout_s=config.weight_session_timeout_s,
         )
+        self.adapters = AdapterConductor(engine, self.state, loop)
         loop.gate = self.state
         self.commands: Mapping[str, Callable[..., object]] = {
             **_public(self.refit),
+            **_public(self.adapters),
             **_public(self.pause),
             **_public(self.sleep),
             "control_state": self.state.describe,

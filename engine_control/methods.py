@@ -55,6 +55,32 @@ class ControlMethods:
         answer: dict[str, Any] = self.control_command("unmerge_lora", target_modules=modules, **options)
         return answer
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, **options: Any) -> dict[str, Any]:
+        """Loads a folder that peft has saved as the adapter of that name; see `adapters.AdapterConductor`."""
+        answer: dict[str, Any] = self.control_command(
+            "load_lora_adapter", lora_name=lora_name, lora_path=lora_path, **options
+        )
+        return answer
+
+    def load_lora_adapter_from_tensors(
+        self, lora_name: str, config_dict: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], **options: Any
+    ) -> dict[str, Any]:
+        """Loads an adapter from peft's configuration and tensors of this process. They are copied."""
+        answer: dict[str, Any] = self.control_command(
+            "load_lora_adapter_from_tensors", lora_name=lora_name, config_dict=config_dict, tensors=tensors, **options
+        )
+        return answer
+
+    def unload_lora_adapter(self, lora_name: str, **options: Any) -> dict[str, Any]:
+        """Forgets an adapter."""
+        answer: dict[str, Any] = self.control_command("unload_lora_adapter", lora_name=lora_name, **options)
+        return answer
+
+    def list_lora_adapters(self) -> dict[str, Any]:
+        """Every adapter by its name: version, source, layers, rank, bytes."""
+        adapters: dict[str, Any] = self.control_command("list_lora_adapters")
+        return adapters
+
     def update_weights_from_disk(
         self, model_path: str, *, target_modules: Sequence[str] | None = None, **options: Any
     ) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from engine_control.errors import (
     RefitRefusedError,
 )
 from engine_control.memory.saver import MemorySaver
+from engine_control.refit.adapter import AdapterConfig, AdapterStore
 from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport, transports
 from engine_control.refit.lora import LoraMerges, read_mode
 from engine_control.refit.manifest import check_against, read_manifest
@@ -67,11 +68,15 @@ class RankEngine(Protocol):
 class RankControl:
     """Carries out commands on one rank, between two steps."""
 
-    def __init__(self, engine: RankEngine, settings: RankSettings | None = None) -> None:
+    def __init__(
+        self, engine: RankEngine, settings: RankSettings | None = None, *, adapters: AdapterStore | None = None
+    ) -> None:
+        """`adapters` None: this engine serves none."""
         self._engine = engine
         self._settings = settings or RankSettings()
         self._transports: dict[str, WeightTransport] = {}
         self._session: RefitSession | None = None
+        self._adapters = adapters
         self._merges = LoraMerges(engine.target)
         self._commands: Mapping[str, Callable[..., Any]] = {
             "begin": self._begin,
@@ -90,6 +95,11 @@ class RankControl:
             "weights_by_name": self._weights_by_name,
             "reset_tensors": self._reset_tensors,
             "flush_caches": self._engine.flush_caches,
+            "prepare_adapter": self._prepare_adapter,
+            "commit_adapter": lambda version, source: self._store().commit(version, source),
+            "discard_adapter": lambda: self._store().discard(),
+            "unload_adapter": lambda name: self._store().unload(name),
+            "adapters": lambda: {} if adapters is None else adapters.describe(),
             "release": self._release,
             "resume": self._resume,
         }
@@ -188,6 +198,25 @@ class RankControl:
         self._merges.forget()
         session.undo()
         self._engine.synchronize()
+
+    def _prepare_adapter(
+        self, name: str, config: dict[str, Any], transport: str, info: dict[str, Any]
+    ) -> dict[str, Any]:
+        store, read = self._store(), AdapterConfig.read(config)
+        items = self._transport(transport).receive(info)
+        try:
+            return store.prepare(name, read, ((item.name, item.tensor) for item in items))
+        finally:
+            if isinstance(items, Iterator) and hasattr(items, "close"):
+                items.close()
+            self._engine.synchronize()
+
+    def _store(self) -> AdapterStore:
+        if self._adapters is None:
+            raise InvalidRequestError(
+                "this engine serves no adapters", code="no_adapters", field="lora_name", hint="Merge it, by a refit."
+            )
+        return self._adapters
 
     def _open(self) -> RefitSession:
         if self._session is None:

@@ -51,6 +51,7 @@ class CudaGraphs:
     def __init__(self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS) -> None:
         self.captured = 0
         self.replayed = 0
+        self.variant: str | None = None  # the adapter that is in force, whose hooks a graph holds too
         self._max_tokens = max_tokens
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
@@ -68,8 +69,14 @@ class CudaGraphs:
         self._seen.clear()
         self._pool = None
 
+    def forget(self, variant: str) -> None:
+        """Forgets the graphs of one adapter: other tensors have its name now, or none."""
+        for graphs in (self._graphs, self._seen):
+            for key in [key for key in graphs if key[0] == variant]:
+                del graphs[key]
+
     def _run(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-        key = _key(plan, inputs)
+        key = (self.variant, *_key(plan, inputs))
         if len(plan.text_lengths) * (plan.image_tokens + plan.padded_text) > self._max_tokens:
             return eager(transformer, plan, inputs)
         if key not in self._graphs:

@@ -10,14 +10,16 @@ from diffusion_rl.rollout.queue import SampleState
 
 @dataclass(frozen=True)
 class BatchKey:
-    """What samples of one transformer forward must agree in. Text length is not part of it."""
+    """What samples of one transformer forward must agree in. Text length is not part of it; the adapter is."""
 
     size: tuple[int, int]
     guided: bool
+    lora_name: str | None
 
 
 def batch_key(sample: SampleState) -> BatchKey:
-    return BatchKey(sample.request.size, sample.request.negative_prompt is not None)
+    request = sample.request
+    return BatchKey(request.size, request.negative_prompt is not None, request.params.lora_name)
 
 
 def pick_batch(samples: Sequence[SampleState], max_batch_size: int) -> list[SampleState]:

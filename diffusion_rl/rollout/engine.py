@@ -101,7 +101,7 @@ class RolloutEngine:
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
         self.weights = RankWeights(family, self._prompts, self.config)
-        self._rank = RankControl(self.weights, rank_settings(self.config, 0))
+        self._rank = RankControl(self.weights, rank_settings(self.config, 0), adapters=self.weights.adapters)
         self._held = False
         self._counts: Counter[str] = Counter()
         self._arrivals = 0
@@ -157,7 +157,8 @@ class RolloutEngine:
             if batch:
                 began = time.perf_counter()
                 self.ranks.announce(Advance(keys(batch)))
-                with self.ranks.together():
+                adapted = self.weights.adapters.active(batch[0].request.params.lora_name)
+                with self.ranks.together(), adapted:
                     advance_batch(self.family, batch, self.ranks.arrangement)
                 self._account(batch, time.perf_counter() - began)
             finished += self._finish()
@@ -194,6 +195,7 @@ class RolloutEngine:
             "device": str(family.device),
             "device_name": torch.cuda.get_device_name(family.device) if family.device.type == "cuda" else "cpu",
             "weight_version": self.weight_version,
+            "lora_adapters": self.weights.adapters.describe(),
             "attention_backend": "torch_sdpa",
             "deterministic": self.exactness.describe(),
             "torch_compile": self._describe_compiled(),
@@ -247,7 +249,9 @@ class RolloutEngine:
         }
 
     def _plan(self, request_id: str, params: RolloutParams) -> RequestState:
-        return plan_request(self.family, self.config.limits, request_id, params, arrival=self._arrivals)
+        request = plan_request(self.family, self.config.limits, request_id, params, arrival=self._arrivals)
+        self.weights.adapters.check(params.lora_name)
+        return request
 
     def _admit(self) -> list[Finished[list[RolloutSample]]]:
         """Encodes the prompts of waiting requests and puts their samples in flight: enough to fill two batches.
@@ -265,6 +269,7 @@ class RolloutEngine:
         return failed
 
     def _encode_and_start(self, request: RequestState) -> None:
+        self.weights.adapters.check(request.params.lora_name)  # it may have been unloaded since
         request.admitted_at = began = time.perf_counter()
         self.ranks.announce(Admit(request.request_id))
         condition(request, self._prompts)
@@ -296,7 +301,8 @@ class RolloutEngine:
             request.denoise_s += seconds
         for sample in batch:
             sample.request.num_evaluations += 1
-            sample.weight_versions += (self.weight_version,)
+            name = sample.request.params.lora_name
+            sample.weight_versions += (self.weights.adapters.version(self.weight_version, name),)
             if parts_here(sample):
                 self._queue.samples.remove(sample)
                 self._queue.samples += split(sample)

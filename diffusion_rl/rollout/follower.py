@@ -55,7 +55,9 @@ class Follower:
         self._config = config
         self._arrangement = arrangement
         self._prompts = PromptCache(family, config.prompt_cache_size)
-        self._control = RankControl(RankWeights(family, self._prompts, config), rank_settings(config, rank))
+        weights = RankWeights(family, self._prompts, config)
+        self._adapters = weights.adapters
+        self._control = RankControl(weights, rank_settings(config, rank), adapters=weights.adapters)
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[SampleKey, SampleState] = {}
 
@@ -100,7 +102,8 @@ class Follower:
         self._samples |= {key_of(sample): sample for sample in started}
 
     def _advance(self, batch: list[SampleState]) -> None:
-        advance_batch(self._family, batch, self._arrangement)
+        with self._adapters.active(batch[0].request.params.lora_name):
+            advance_batch(self._family, batch, self._arrangement)
         for sample in batch:
             if parts_here(sample):
                 del self._samples[key_of(sample)]

@@ -10,6 +10,8 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.parallel.layout import layout_of
+from diffusion_rl.rollout.adapters import Adapters
+from diffusion_rl.rollout.certification import cache_of
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from engine_control.config import RankSettings
 from engine_control.errors import InvalidRequestError
@@ -29,6 +31,7 @@ class RankWeights:
         """With the memory saver enabled, afterwards every weight lies in memory that can be given back."""
         self._family = family
         self._prompts = prompts
+        self.adapters = Adapters(family, cache_of(config))
         self._modules: Mapping[str, torch.nn.Module] = {
             name: module for name, module in family.pipeline.components.items() if isinstance(module, torch.nn.Module)
         }
@@ -41,6 +44,7 @@ class RankWeights:
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
             self.memory.on_release("kv_cache", self._prompts.clear)  # all that is kept between requests
             self.memory.on_release("cuda_graph", self._drop_graphs)
+            self.memory.on_release("weights", self.adapters.forget_graphs)  # one that was loaded since may be moved
             if not mechanism.keeps_addresses:
                 self.memory.on_release("weights", self._drop_graphs)
 
@@ -54,12 +58,13 @@ class RankWeights:
             torch.cuda.synchronize(self.device)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {
+        found = {
             f"{owner}.{name}": tensor
             for owner, module in self._modules.items()
             for named in (module.named_parameters(), module.named_buffers())
             for name, tensor in named
         }
+        return found | self.adapters.tensors()
 
     def _parameters(self, owner: str) -> list[str]:
         """All that a release without backup may lose of a module: not its buffers, which nobody sends."""

@@ -98,6 +98,8 @@ class RolloutRequest(BaseModel):
     output_type: OutputType = "image"
     output_dtype: OutputDtype = "float32"
     priority: int = Field(0, description="Larger goes first.")
+    lora_name: str | None = Field(None, max_length=MAX_NAME, description="A loaded adapter; left out, the base alone.")
+    adapter: str | None = Field(None, max_length=MAX_NAME, description="The same as `lora_name`.")
 
 
 PARAM_NAMES = tuple(field.name for field in fields(RolloutParams))
@@ -152,6 +154,8 @@ def parse_rollout_request(
     present = request.model_dump(exclude_unset=True)
     if present.get("rollout_video_dtype") is not None:
         present["output_dtype"] = present["rollout_video_dtype"]
+    if present.get("adapter") is not None:
+        present.setdefault("lora_name", present["adapter"])
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
     if "seed" not in params and "seeds" not in params:
         params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))
