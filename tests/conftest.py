@@ -28,9 +28,11 @@ import json, sys
 from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig
 from diffusion_rl.params import Limits
 from diffusion_rl.server.app import serve
+from engine_control.config import ControlConfig
 engine, limits, server = json.loads(sys.argv[1])
 parallel = ParallelConfig(**engine.pop("parallel", {}))
-serve(EngineConfig(**engine, parallel=parallel, limits=Limits(**limits)), ServerConfig(**server))
+control = ControlConfig(**engine.pop("control", {}))
+serve(EngineConfig(**engine, parallel=parallel, control=control, limits=Limits(**limits)), ServerConfig(**server))
 """
 
 
