@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from engine_control.errors import InvalidRequestError
+
+Scale = Literal["group", "batch", "none"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,12 @@ class PolicyLoss:
     clipped: float
 
 
-def group_advantages(rewards: torch.Tensor, *, normalise: bool = True, eps: float = 1e-4) -> torch.Tensor:
-    """Rewards `[groups, members]` minus their group's mean, divided (with `normalise`) by its standard deviation + eps.
+def group_advantages(rewards: torch.Tensor, *, scale: Scale = "group", eps: float = 1e-4) -> torch.Tensor:
+    """Rewards `[groups, members]` minus their group's mean, divided by a standard deviation + eps.
 
-    The deviation is the population's (over members, not members - 1). A group whose rewards are equal teaches nothing:
-    its advantages are exactly 0.
+    scale: `group`, each group's own deviation (GRPO); `batch`, one for all, that of the centred rewards, so that groups
+    in which little differs count for little; `none`, nothing is divided. Deviations are the population's (over members,
+    not members - 1). A group whose rewards are equal teaches nothing: its advantages are exactly 0.
 
     Raises:
         InvalidRequestError: the rewards aren't groups, a group has one member, or a reward isn't finite.
@@ -38,8 +42,9 @@ def group_advantages(rewards: torch.Tensor, *, normalise: bool = True, eps: floa
     exact = rewards.double()
     centred = exact - exact.mean(dim=1, keepdim=True)
     equal = (exact == exact[:, :1]).all(dim=1, keepdim=True)  # a mean may be off by a rounding
-    scale = exact.std(dim=1, keepdim=True, correction=0) + eps if normalise else torch.ones_like(equal)
-    return torch.where(equal, 0.0, centred / scale).float()
+    squares = {"group": centred.pow(2).mean(dim=1, keepdim=True), "batch": centred.pow(2).mean()}
+    divisor = 1.0 if scale == "none" else squares[scale].sqrt() + eps
+    return torch.where(equal, 0.0, centred / divisor).float()
 
 
 def clipped_objective(ratios: torch.Tensor, advantages: torch.Tensor, *, clip_range: float) -> PolicyLoss:

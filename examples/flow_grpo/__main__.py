@@ -91,7 +91,7 @@ def _say(found: Run, gains: dict[str, float], console: Console) -> None:
     names = {"own": own, "guided": "10 ODE steps, guidance 3"}
     console.print(f"{found.samples} samples, {found.optimizer_steps} optimizer steps, {found.seconds:.0f} s")
     for way, gain in gains.items():
-        before, after = (found.evaluations[when][way] for when in ("before", "after"))
+        before, after = (found.evaluations[when][way]["correct"] for when in ("before", "after"))
         console.print(f"held out, {names[way]}: {before:.1%} -> {after:.1%} ({gain:+.1f} points)", highlight=False)
 
 

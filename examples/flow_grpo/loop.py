@@ -50,7 +50,7 @@ class Run:
     samples: int = 0
     seconds: float = 0.0
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
 
 class Stopwatch:
@@ -67,13 +67,13 @@ class Stopwatch:
         self._last = now
 
 
-def evaluations_of(client: RolloutClient, settings: Settings) -> dict[str, float]:
-    """Held-out accuracy as the policy is trained (its steps and guidance, but without noise), and as the base model is
-    measured in the README (10 steps, guidance 3)."""
+def evaluations_of(client: RolloutClient, settings: Settings) -> dict[str, dict[str, float]]:
+    """On held-out captions: `own`, with the training's steps and guidance, but without noise; and `guided`, as the base
+    model is measured in the README (10 steps, guidance 3)."""
     own = {"num_inference_steps": settings.steps, "guidance_scale": settings.guidance}
     return {
-        "own": evaluate(client, settings.held_out, own),
-        "guided": evaluate(client, settings.held_out, {"num_inference_steps": 10, "guidance_scale": 3.0}),
+        "own": evaluate(client, settings, own),
+        "guided": evaluate(client, settings, {"num_inference_steps": 10, "guidance_scale": 3.0}),
     }
 
 

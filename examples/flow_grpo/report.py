@@ -27,10 +27,11 @@ def report_of(run: Run) -> dict[str, Any]:
             phases[name] = round(phases.get(name, 0.0) + seconds, 2)
     ratios, exact = (sum(e[name] for e in run.epochs) for name in ("ratios", "ratios_exactly_one"))
     before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
+    gains = {way: after[way]["correct"] - before[way]["correct"] for way in before if way in after}
     return {
         "benchmark": "flow_grpo",
         "question": "Does FlowGRPO against the service raise the checker's accuracy on held-out captions?",
-        "gain_points": {way: round(100 * (after[way] - before[way]), 1) for way in before if way in after},
+        "gain_points": {way: round(100 * gain, 1) for way, gain in gains.items()},
         "ratios": {"before_first_step": ratios, "exactly_one": exact},
         "seconds_by_phase": phases,
         "machine": {
@@ -69,20 +70,17 @@ def plot(run: Run, path: Path) -> bool:
         values = [epoch[name] for epoch in run.epochs]
         axes.plot(numbers, values, color=colour, alpha=0.25)
         axes.plot(numbers, _smooth(values), color=colour, label=f"{label} (training, smoothed)")
+    moments = [
+        (at, run.evaluations[when]) for when, at in (("before", 0), ("after", run.done)) if when in run.evaluations
+    ]
     for way, colour in (("own", "black"), ("guided", "gray")):
-        found = [
-            (at, run.evaluations[when][way]) for when, at in (("before", 0), ("after", run.done)) if _has(run, when)
-        ]
-        axes.plot([at for at, _ in found], [v for _, v in found], "o--", color=colour, label=f"held out, {way}")
+        shares = [found[way]["correct"] for _, found in moments]
+        axes.plot([at for at, _ in moments], shares, "o--", color=colour, label=f"held out, {way}")
     axes.set(xlabel="epoch", ylabel="share", ylim=(0, 1), title="FlowGRPO of the embedded model")
     axes.legend(loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return True
-
-
-def _has(run: Run, when: str) -> bool:
-    return when in run.evaluations
 
 
 def _smooth(values: list[float], weight: float = 0.8) -> list[float]:

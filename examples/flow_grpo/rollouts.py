@@ -12,9 +12,10 @@ import torch
 
 from diffusion_rl.client import RolloutClient
 from diffusion_rl.sample import RolloutSample
-from diffusion_rl.shapes import check, held_out_captions, training_captions
+from diffusion_rl.shapes import held_out_captions, training_captions
 from diffusion_rl.training import GroupKey, group_seed, iteration_generator
 
+from .reward import Reward, reward_of
 from .settings import Places, Settings
 
 AT_ONCE = 16  # requests in flight; the engine batches them step by step
@@ -32,10 +33,10 @@ class Plan:
 
 def plan_of(settings: Settings, epoch: int) -> Plan:
     """Captions without replacement, and the window of stochastic steps, drawn once for all requests of the epoch."""
-    captions = training_captions()
+    captions = _with_words(training_captions(), settings.captions)
     drawn = torch.randperm(len(captions), generator=iteration_generator(settings.seed, epoch, "captions"))
     generator = iteration_generator(settings.seed, epoch, "stochastic steps")
-    first = int(torch.randint(settings.sde_first + 1, (1,), generator=generator))
+    first = int(torch.randint(settings.sde_from, settings.sde_to + 1, (1,), generator=generator))
     chosen = tuple(captions[index] for index in drawn[: settings.prompts].tolist())
     return Plan(epoch, chosen, tuple(range(first, first + settings.sde_steps)))
 
@@ -63,16 +64,22 @@ def roll_out(client: RolloutClient, settings: Settings, plan: Plan) -> list[list
     return _together(group, len(plan.captions))
 
 
-def evaluate(client: RolloutClient, captions: int, fields: dict[str, Any]) -> float:
-    """The share of held-out captions whose picture the checker finds right in every attribute, by ODE steps."""
-    chosen = held_out_captions()[:captions]
+def evaluate(client: RolloutClient, settings: Settings, fields: dict[str, Any]) -> dict[str, float]:
+    """Means over held-out captions, of pictures by ODE steps: `correct`, the share that the checker finds right in
+    every attribute, and `reward`. The same captions and seeds at every call."""
+    chosen = _with_words(held_out_captions(), settings.captions)[: settings.held_out]
 
-    def right(index: int) -> bool:
+    def judged(index: int) -> Reward:
         (sample,) = client.generate(chosen[index], seed=EVALUATION_SEED + index, rollout=False, **fields)
         assert sample.generated_output is not None
-        return check(sample.generated_output, sample.prompt).correct
+        return reward_of(sample.generated_output, sample.prompt)
 
-    return sum(_together(right, len(chosen))) / len(chosen)
+    found = _together(judged, len(chosen))
+    return {
+        "captions": len(found),
+        "correct": sum(reward.correct for reward in found) / len(found),
+        "reward": sum(reward.value for reward in found) / len(found),
+    }
 
 
 @contextmanager
@@ -87,6 +94,10 @@ def service_of(places: Places) -> Iterator[str]:
     with running_service("embedded", port=0, log=log, arguments=["--enable-memory-saver"]) as service:
         service.wait_ready()
         yield service.url
+
+
+def _with_words(captions: list[str], words: str) -> list[str]:
+    return [caption for caption in captions if all(word in caption for word in words.split())]
 
 
 def _together(function: Any, count: int) -> list[Any]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 NOTES = {
     "seed": "decides prompts, noise and stochastic steps",
     "epochs": "how many times to roll out, train and refit",
     "minutes": "stop before the epoch that would begin after so many minutes (0: no limit)",
     "prompts": "prompts a rollout, drawn from the training captions",
+    "captions": "only captions with all these words are trained on and evaluated (empty: all)",
     "group": "samples a prompt, compared with each other",
     "steps": "denoising steps of a rollout",
     "sde_steps": "how many neighbouring steps are stochastic and trained on (FlowGRPO-Fast)",
-    "sde_first": "the first stochastic step is drawn, once an epoch, from 0 .. this",
+    "sde_from": "the first stochastic step is drawn, once an epoch, from here ...",
+    "sde_to": "... to here",
     "noise_level": "eta of the stochastic steps",
     "guidance": "guidance of rollout and training (1: none, which halves the cost)",
     "same_noise": "a group begins at one initial latent, so that its rewards differ by the trained steps alone",
@@ -27,6 +29,7 @@ NOTES = {
     "micro_batch": "samples of one forward and backward; no bit of a log-prob depends on it",
     "lora": "rank of a LoRA adapter to train instead of all weights (0: all weights)",
     "shuffle_rewards": "control: rewards change places within their group, so that there is nothing to learn",
+    "advantage_scale": "what rewards are divided by: the group's deviation, the batch's, or none",
     "held_out": "held-out captions of the evaluations",
 }
 
@@ -40,13 +43,16 @@ class Settings:
     minutes: float = 0.0
     prompts: int = 8
     group: int = 16
+    captions: str = ""
     steps: int = 6
-    sde_steps: int = 3
-    sde_first: int = 1
-    noise_level: float = 1.0
+    sde_steps: int = 2
+    sde_from: int = 1
+    sde_to: int = 2
+    noise_level: float = 1.2
     guidance: float = 1.0
     same_noise: bool = True
-    lr: float = 3e-5
+    lr: float = 5e-5
+    advantage_scale: Literal["group", "batch", "none"] = "batch"
     updates: int = 1
     clip_range: float = 1e-3
     kl: float = 0.0
@@ -63,6 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         name, default = "--" + field.name.replace("_", "-"), field.default
         if isinstance(default, bool):
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=NOTES[field.name])
+        elif field.name == "advantage_scale":
+            parser.add_argument(name, choices=["group", "batch", "none"], default=default, help=NOTES[field.name])
         else:
             parser.add_argument(name, type=type(default), default=default, help=NOTES[field.name])
 

@@ -44,7 +44,7 @@ def advantages_of(settings: Settings, plan: Plan, rewards: torch.Tensor) -> torc
     if settings.shuffle_rewards:
         generator = iteration_generator(settings.seed, plan.epoch, "shuffle")
         rewards = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rewards])
-    return group_advantages(rewards)
+    return group_advantages(rewards, scale=settings.advantage_scale)
 
 
 def train(
