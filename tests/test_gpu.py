@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ def test_a_sample_has_the_same_bits_alone_in_a_group_and_replayed(build: Any, ki
     pipeline = RolloutPipeline(copy.deepcopy(build(dtype)).to("cuda"))
     if not pipeline.engine.exactness.enabled:
         pytest.skip(f"not certified here: {pipeline.engine.exactness.describe()['refused']}")
-    guided = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    guided: dict[str, Any] = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
     group = pipeline(["a red ball", "cat"], seed=3, num_outputs_per_prompt=4, rollout_sde_type=kind, **FULL, **guided)
     for index, prompt in ((1, "a red ball"), (6, "cat")):
         alone = pipeline(prompt, seed=3 + index, rollout_sde_type=kind, **FULL, **guided)[0]
@@ -141,7 +144,7 @@ def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> Non
     ]
     runner = pipelines[0].engine.family.runner
     assert isinstance(runner, CudaGraphs)
-    guided = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    guided: dict[str, Any] = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
     for count in (1, 3):
         replayed, eager = (p("a cat", seed=5, num_outputs_per_prompt=count, **FULL, **guided) for p in pipelines)
         for one, other in zip(replayed, eager, strict=True):
@@ -195,3 +198,18 @@ def test_ranks_on_gpus_of_their_own_have_the_bits_of_one_device(parallel: Any, t
         for _ in range(2):
             for one, other in zip(alone("cat", seed=4, **FULL), ranks("cat", seed=4, **FULL), strict=True):
                 assert_same_bits(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_process_whose_ranks_had_gpus_of_their_own_ends_by_itself(tmp_path: Path) -> None:
+    folder = str(save(copy.deepcopy(sd3_pipeline(torch.bfloat16)), tmp_path))
+    lines = (
+        "from diffusion_rl import RolloutPipeline",
+        "from diffusion_rl.config import EngineConfig, ParallelConfig",
+        f"config = EngineConfig({folder!r}, dtype='bfloat16', device='cuda', parallel=ParallelConfig(sp_degree=2))",
+        "with RolloutPipeline.from_config(config) as pipeline:",
+        "    pipeline('cat', seed=4, height=64, width=64, num_inference_steps=2)",
+        "kept = pipeline  # until the interpreter ends",
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, check=True, timeout=120)

@@ -54,7 +54,8 @@ class RankGroup:
         return gathered.to(x.device)
 
     def abort(self) -> None:
-        """Ends a collective that waits for a rank that is gone, if the backend can; callable from any thread."""
+        """Ends a collective that waits for a rank that is gone, if the backend can, and the group with it; callable
+        from any thread, and again."""
         if self._can_hang:  # gloo sees by itself that a rank has closed its connection
             self._backend.abort()
 

@@ -229,8 +229,11 @@ class OtherRanks:
                 )
 
     def close(self) -> None:
-        self._followers.close()
-        self._directory.cleanup()
+        try:
+            self.arrangement.abort()  # or NCCL's groups end with the interpreter, which has hung over it
+        finally:
+            self._followers.close()
+            self._directory.cleanup()
 
     def _abort(self) -> None:
         """Lets rank 0 go from a collective in which it waits for the dead."""
