@@ -161,7 +161,7 @@ def cost(
     diffusers runs. If asked for, compiled ones."""
     batch = timed_batch(family, group, arguments.size)
     exact = Computed(family.choices, family.runner)
-    arms = {
+    arms: dict[str, Callable[[], torch.Tensor]] = {
         "exact": partial(forward, family, batch, exact),
         "library": partial(forward, family, batch, Computed(replace(LIBRARY, fused=exact.choices.fused), eager)),
         "stock": partial(forward, family, batch, Computed(LIBRARY, eager)),
