@@ -16,7 +16,7 @@ MESSAGE_LIMIT = 2000
 
 @dataclass(frozen=True)
 class ErrorMessage:
-    """An error as plain data: what travels over a socket or stands in a reply."""
+    """An error as plain data: what travels over a socket or stands in a reply. `kind` is its class, if known."""
 
     code: str
     status: int
@@ -24,6 +24,7 @@ class ErrorMessage:
     field: str | None = None
     value: Scalar = None
     hint: str | None = None
+    kind: str | None = None
 
 
 class EngineError(Exception):
@@ -57,7 +58,8 @@ class EngineError(Exception):
         return " ".join(parts)
 
     def to_message(self) -> ErrorMessage:
-        return ErrorMessage(self.code, self.status, self.message, self.field, self.value, self.hint)
+        kind = type(self).__name__
+        return ErrorMessage(self.code, self.status, self.message, self.field, self.value, self.hint, kind)
 
 
 class InvalidRequestError(EngineError):
@@ -202,10 +204,15 @@ def _cut(text: str, limit: int) -> str:
 
 
 def from_message(message: ErrorMessage) -> EngineError:
-    """The error again, as an instance of the class that has this status and code (or of the nearest one)."""
+    """The error again: of its own class, or of the one that has this status and code (or of the nearest one)."""
     best: type[EngineError] = EngineError
     for cls in _all_errors(EngineError):
-        if cls.status == message.status and (best is EngineError or cls.default_code == message.code):
+        if cls.status != message.status:
+            continue
+        if cls.__name__ == message.kind:
+            best = cls
+            break
+        if best is EngineError or cls.default_code == message.code:
             best = cls
     return best(message.message, code=message.code, field=message.field, value=message.value, hint=message.hint)
 

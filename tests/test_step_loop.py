@@ -135,3 +135,11 @@ def test_an_idle_loop_sleeps_and_a_stopped_one_answers_everybody() -> None:
     assert not thread.is_alive()
     with pytest.raises(EngineUnavailableError):
         slow.result(0)
+
+
+def test_an_error_that_crosses_a_process_keeps_its_class_whatever_its_code() -> None:
+    from engine_control.errors import RefitRefusedError, from_message
+
+    error = from_message(RefitRefusedError("no", code="unknown_weight", field="w").to_message())
+    assert type(error) is RefitRefusedError
+    assert (error.code, error.field) == ("unknown_weight", "w")
