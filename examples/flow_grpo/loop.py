@@ -15,7 +15,7 @@ from engine_control.errors import InvalidRequestError
 
 from .policy import Policy
 from .reward import reward_of
-from .rollouts import Plan, evaluate, pictures_of, plan_of, roll_out
+from .rollouts import Plan, evaluate, pictures_of, plan_of, roll_out, updated
 from .settings import Places, Settings, differing
 from .update import NotExactError, Trained, advantages_of, train
 
@@ -49,6 +49,7 @@ class Run:
     optimizer_steps: int = 0
     samples: int = 0
     seconds: float = 0.0
+    successes: dict[str, float] = field(default_factory=dict)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     evaluations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
@@ -77,14 +78,18 @@ def evaluations_of(client: RolloutClient, settings: Settings) -> dict[str, dict[
     }
 
 
-def one_epoch(client: RolloutClient, policy: Policy, settings: Settings, epoch: int) -> Epoch:
+def one_epoch(client: RolloutClient, policy: Policy, settings: Settings, state: Run) -> Epoch:
     """Rolls out, trains and refits. Afterwards the engine has the policy's weights, under the epoch's number."""
-    watch, plan = Stopwatch(), plan_of(settings, epoch)
+    epoch = state.done + 1
+    watch, plan = Stopwatch(), plan_of(settings, epoch, state.successes)
     groups = roll_out(client, settings, plan)
     _require_version(groups, str(epoch - 1))
     watch.lap("rollout")
     found = [reward_of(picture, caption) for picture, caption in pictures_of(groups)]
     rewards = torch.tensor([reward.value for reward in found]).view(len(groups), settings.group)
+    correct = torch.tensor([float(reward.correct) for reward in found]).view_as(rewards)
+    for caption, share in zip(plan.captions, correct.mean(dim=1).tolist(), strict=True):
+        state.successes = updated(state.successes, caption, share)
     watch.lap("reward")
     client.release_memory_occupation()
     watch.lap("release")
@@ -94,7 +99,7 @@ def one_epoch(client: RolloutClient, policy: Policy, settings: Settings, epoch: 
     watch.lap("resume")
     client.refit(policy.engine_weights(), weight_version=str(epoch))
     watch.lap("refit")
-    return _epoch_of(plan, rewards, sum(r.correct for r in found) / len(found), trained, watch)
+    return _epoch_of(plan, rewards, float(correct.mean()), trained, watch)
 
 
 def run(
@@ -121,7 +126,7 @@ def run(
     for epoch in range(state.done + 1, settings.epochs + 1):
         if settings.minutes and state.seconds > 60 * settings.minutes:
             break
-        result = one_epoch(client, policy, settings, epoch)
+        result = one_epoch(client, policy, settings, state)
         state.done = epoch
         state.samples += result.samples
         state.optimizer_steps += settings.updates

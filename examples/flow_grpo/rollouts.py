@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 from diffusion_rl.client import RolloutClient
 from diffusion_rl.sample import RolloutSample
-from diffusion_rl.shapes import held_out_captions, training_captions
+from diffusion_rl.shapes import held_out_captions, parse, training_captions
 from diffusion_rl.training import GroupKey, group_seed, iteration_generator
 
 from .reward import Reward, reward_of
@@ -20,25 +20,47 @@ from .settings import Places, Settings
 
 AT_ONCE = 16  # requests in flight; the engine batches them step by step
 EVALUATION_SEED = 1000
+FIRST_GUESS = 0.6  # of a success nothing is known about
+NEW_SHARE = 0.3  # what a new group counts in the mean of its kind
+LEAST_CHANCE = 0.1  # of a kind that always succeeds, beside 1.1 of one that never does
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one epoch rolls out: a function of (seed, epoch) alone, the same for a resumed run."""
+    """What one epoch rolls out: a function of seed, epoch and the successes so far, so the same in a resumed run."""
 
     epoch: int
     captions: tuple[str, ...]
     sde_steps: tuple[int, ...]
 
 
-def plan_of(settings: Settings, epoch: int) -> Plan:
-    """Captions without replacement, and the window of stochastic steps, drawn once for all requests of the epoch."""
+def plan_of(settings: Settings, epoch: int, successes: Mapping[str, float] | None = None) -> Plan:
+    """Captions without replacement, and the window of stochastic steps, drawn once for all requests of the epoch.
+
+    `successes` are shares of right pictures by kind of caption, as `updated` keeps them.
+    """
     captions = _with_words(training_captions(), settings.captions)
-    drawn = torch.randperm(len(captions), generator=iteration_generator(settings.seed, epoch, "captions"))
+    known = successes or {}
+    chances = [1 + LEAST_CHANCE - known.get(kind_of(c), FIRST_GUESS) if settings.focus else 1.0 for c in captions]
+    generator = iteration_generator(settings.seed, epoch, "captions")
+    drawn = torch.multinomial(torch.tensor(chances), settings.prompts, generator=generator)
     generator = iteration_generator(settings.seed, epoch, "stochastic steps")
     first = int(torch.randint(settings.sde_from, settings.sde_to + 1, (1,), generator=generator))
-    chosen = tuple(captions[index] for index in drawn[: settings.prompts].tolist())
+    chosen = tuple(captions[index] for index in drawn.tolist())
     return Plan(epoch, chosen, tuple(range(first, first + settings.sde_steps)))
+
+
+def kind_of(caption: str) -> str:
+    """Size and shape of a caption: what decides how often the base model succeeds."""
+    scene = parse(caption)
+    return f"{scene.size} {scene.shape}"
+
+
+def updated(successes: Mapping[str, float], caption: str, share: float) -> dict[str, float]:
+    """The successes after a group of that caption, of which `share` was right: means that forget."""
+    kind = kind_of(caption)
+    before = successes.get(kind, FIRST_GUESS)
+    return {**successes, kind: before + NEW_SHARE * (share - before)}
 
 
 def roll_out(client: RolloutClient, settings: Settings, plan: Plan) -> list[list[RolloutSample]]:

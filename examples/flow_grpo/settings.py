@@ -14,6 +14,7 @@ NOTES = {
     "prompts": "prompts a rollout, drawn from the training captions",
     "captions": "only captions with all these words are trained on and evaluated (empty: all)",
     "group": "samples a prompt, compared with each other",
+    "focus": "draw a caption the more often, the less often its size and shape succeed",
     "steps": "denoising steps of a rollout",
     "sde_steps": "how many neighbouring steps are stochastic and trained on (FlowGRPO-Fast)",
     "sde_from": "the first stochastic step is drawn, once an epoch, from here ...",
@@ -44,6 +45,7 @@ class Settings:
     prompts: int = 8
     group: int = 16
     captions: str = ""
+    focus: bool = True
     steps: int = 6
     sde_steps: int = 2
     sde_from: int = 1
