@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from diffusion_rl.config import Wire
-from diffusion_rl.sample import RolloutSample
+from diffusion_rl.sample import ResumeState, RolloutSample
 from diffusion_rl.server.encoding import (
     CONTENT_TYPES,
     Buffer,
@@ -22,8 +22,9 @@ from diffusion_rl.server.encoding import (
     decode_json,
     decode_msgpack,
     decode_safetensors,
+    json_value,
 )
-from diffusion_rl.server.rows import sample_from_plain
+from diffusion_rl.server.rows import resume_state_row, sample_from_plain
 from engine_control.client import ControlClient, checked, error_from
 from engine_control.errors import InvalidRequestError
 
@@ -46,12 +47,18 @@ class RolloutClient(ControlClient):
 
     def generate(self, prompt: str, **fields: Any) -> list[RolloutSample]:
         """Rolls out one prompt; `fields` are those of `RolloutParams`. Evaluation samples (`rollout=False`) have no
-        log-probs. With the safetensors wire the tensors are views of the one received body.
+        log-probs. With the safetensors wire the tensors are views of the one received body. `resume_from` takes the
+        `resume_state`s of aborted samples; `diffusion_rl.sample.merge_resumed` puts the two parts together.
 
         Raises:
             EngineError: the same class that the service raised.
             httpx.TransportError: the service was not reached, or the connection broke.
         """
+        if fields.get("resume_from") is not None:
+            fields["resume_from"] = [
+                json_value(resume_state_row(state) if isinstance(state, ResumeState) else state)
+                for state in fields["resume_from"]
+            ]
         return [sample_from_plain(row) for row in self.generate_rows({"prompt": prompt, **fields})]
 
     def generate_rows(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from engine_control.errors import InvalidRequestError, LimitExceededError, UnknownFieldError
 
@@ -61,6 +61,10 @@ class RolloutParams:
             deviation s; x0_prev is the previous step's prediction `x - sigma v` (zero at the first step).
         rollout_latents_dtype: what a stochastic request's states are rounded to; log-probs are those of the rounded
             state, and the rounded state is what the next step reads.
+        rollout_return_partial: if the request is aborted by a command, it is answered with its samples as they are.
+        resume_from: the `resume_state`s of aborted samples, one for each sample of this request, None to begin anew.
+            With the fields of the aborted request, and `seeds` that name the samples, they end with the bits that
+            they would have had. Keep its `seed` too: what samples have in common is drawn from it.
     """
 
     prompt: str
@@ -98,6 +102,8 @@ class RolloutParams:
     output_dtype: OutputDtype = "float32"
     priority: int = 0
     lora_name: str | None = None
+    rollout_return_partial: bool = False
+    resume_from: tuple[Any, ...] | None = None
 
     def validate(self, limits: Limits, *, step_kinds: Sequence[str]) -> None:
         """Checks all that can be known without a model.
@@ -109,6 +115,7 @@ class RolloutParams:
         _check_prompt(self, limits)
         _check_numbers(self, limits)
         _check_seeds(self)
+        _check_resumed(self)
         _check_choice("rollout_sde_type", self.rollout_sde_type, step_kinds)
         _check_choice("output_type", self.output_type, get_args(OutputType))
         _check_choice("output_dtype", self.output_dtype, get_args(OutputDtype))
@@ -259,6 +266,18 @@ def _check_seeds(params: RolloutParams) -> None:
             )
         for value in params.seeds:
             _check_integer("seeds", value, 0, MAX_SEED)
+
+
+def _check_resumed(params: RolloutParams) -> None:
+    """The entries themselves hold tensors; whoever has the model checks them."""
+    count = params.num_outputs_per_prompt
+    if params.resume_from is not None and len(params.resume_from) != count:
+        raise InvalidRequestError(
+            f"one entry a sample is needed: {count} samples, {len(params.resume_from)} entries",
+            field="resume_from",
+            value=len(params.resume_from),
+            hint="Send num_outputs_per_prompt entries; null begins a sample anew.",
+        )
 
 
 def _check_noise_level(params: RolloutParams) -> None:

@@ -147,5 +147,5 @@ class RolloutPipeline(ControlMethods):
         finally:
             for request_id, answer in zip(ids, answers, strict=True):
                 if not answer.done():
-                    self._loop.abort(request_id)
+                    self._loop.abort(request_id, discard=True)
             self._loop.run_until_idle()

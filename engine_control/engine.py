@@ -42,6 +42,13 @@ class StepEngine(Protocol[Request, Result]):
         Afterwards no step computes anything for it, and `step` will not hand it out.
         """
 
+    def partial_result(self, request_id: str) -> Result | None:
+        """What an abort of this request hands out instead of an error: what there is of its result by now. None: it
+        did not ask for that, or it isn't here.
+
+        The loop calls it right before `abort_request`, and only then. An error it raises is what the request gets.
+        """
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
 

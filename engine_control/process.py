@@ -121,13 +121,14 @@ class EngineSupervisor:
         try:
             result = await life.perform(lambda number: Add(number, request_id, request))
         except asyncio.CancelledError:
-            life.post(lambda number: Abort(number, request_id))
+            life.post(lambda number: Abort(number, request_id, discard=True))
             raise
         self._crashes = 0
         return result
 
     async def abort(self, request_id: str) -> bool:
-        """Drops a request; its own `submit` raises `RequestAbortedError`. Says whether there was one."""
+        """Drops a request; its own `submit` raises `RequestAbortedError`, or returns what there is of it if it asked
+        for that. Says whether there was one."""
         return bool(await self._ready_life().perform(lambda number: Abort(number, request_id)))
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Any:

@@ -95,7 +95,8 @@ class StepLoop(Generic[Request, Result]):
         self._pending.append((pending, _running_future()))
 
     def abort_requests(self, request_ids: Iterable[str]) -> int:
-        """Aborts them at once, and says how many there were. For handlers, in the loop's thread."""
+        """Aborts them at once, each with its partial result if it has one, and says how many there were. For handlers,
+        in the loop's thread."""
         return sum([self._abort(request_id) for request_id in request_ids])
 
     def submit(self, request_id: str, request: Request) -> Future[Result]:
@@ -104,11 +105,12 @@ class StepLoop(Generic[Request, Result]):
         self._mailbox.put(lambda: self._add(request_id, request, future))
         return future
 
-    def abort(self, request_id: str) -> Future[bool]:
-        """Posts an abort. Afterwards the request's own future holds a `RequestAbortedError`, and no step computes
-        anything for it. The answer says whether there was such a request."""
+    def abort(self, request_id: str, *, discard: bool = False) -> Future[bool]:
+        """Posts an abort. Afterwards the request's own future holds what the engine gives out of it as a partial
+        result, or a `RequestAbortedError`, and no step computes anything for it. `discard` asks for no partial result:
+        nobody would read it. The answer says whether there was such a request."""
         future = _running_future()
-        self._mailbox.put(lambda: self._answer(future, lambda: self._abort(request_id)))
+        self._mailbox.put(lambda: self._answer(future, lambda: self._abort(request_id, discard=discard)))
         return future
 
     def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Future[object]:
@@ -235,12 +237,25 @@ class StepLoop(Generic[Request, Result]):
             return
         self._waiting[request_id] = future
 
-    def _abort(self, request_id: str) -> bool:
-        found = self._engine.abort_request(request_id)
-        future = self._waiting.pop(request_id, None)
-        if future is not None:
-            future.set_exception(RequestAbortedError("the request was aborted", field="rid", value=request_id))
-        return found or future is not None
+    def _abort(self, request_id: str, *, discard: bool = False) -> bool:
+        if request_id not in self._waiting:
+            return self._engine.abort_request(request_id)
+        error: Exception = RequestAbortedError("the request was aborted", field="rid", value=request_id)
+        partial = None
+        try:
+            partial = None if discard else self._engine.partial_result(request_id)
+        except Exception as failure:
+            if not isinstance(failure, EngineError):
+                logger.exception("the partial result of %r could not be made", request_id)
+            error = failure
+        self._engine.abort_request(request_id)
+        if partial is not None:
+            self._finish(Finished(request_id, result=partial))
+        else:
+            self._finish(Finished(request_id, error=_as_engine_error(error)))
+        if isinstance(error, torch.AcceleratorError | EngineDiedError):
+            raise error  # as in a step
+        return True
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> object:
         if name not in self._handlers:

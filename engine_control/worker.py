@@ -39,10 +39,12 @@ class Add(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Drops a request between two steps. The reply is whether there was one."""
+    """Drops a request between two steps; with `discard`, without a partial result. The reply is whether there was
+    one."""
 
     id: int
     request_id: str
+    discard: bool = False
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
@@ -129,7 +131,7 @@ class EngineWorker(Generic[Request, Result]):
                     answer = Future()
                     answer.set_exception(error)
             case Abort():
-                answer = loop.abort(operation.request_id)
+                answer = loop.abort(operation.request_id, discard=operation.discard)
             case Call():
                 answer = loop.call(operation.name, operation.arguments)
         answer.add_done_callback(lambda done: self._outbox.put((operation, done)))

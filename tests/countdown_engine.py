@@ -19,7 +19,8 @@ from engine_control.worker import EngineWorker
 
 class CountdownEngine:
     """A request is `{"steps": n, ...}`; its result tells the number of the step that finished it. `fault` makes its
-    next step raise, `die` kill the process, `sleep_s` take that long."""
+    next step raise, `die` kill the process, `sleep_s` take that long. With `partial` an abort tells how many were left;
+    if that is `broken`, it fails to."""
 
     def __init__(self) -> None:
         self.requests: dict[str, dict[str, object]] = {}
@@ -33,6 +34,14 @@ class CountdownEngine:
 
     def abort_request(self, request_id: str) -> bool:
         return self.requests.pop(request_id, None) is not None
+
+    def partial_result(self, request_id: str) -> dict[str, object] | None:
+        request = self.requests.get(request_id)
+        if request is None or not request.get("partial"):
+            return None
+        if request["partial"] == "broken":
+            raise ZeroDivisionError("a fault in the model")
+        return {"step": None, "left": request["steps"]}
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

@@ -63,12 +63,15 @@ def test_a_row_has_every_documented_key(service: Service) -> None:
         *("dit_trajectory", "sigma_max", "num_elements", "noise_level", "sde_type", "log_prob_no_const"),
         *("guidance_scale", "height", "width", "weight_versions", "weight_version", "num_evaluations"),
         *("generator_device", "inference_time_s", "timings", "peak_memory_mb"),
+        *("num_steps_done", "finish_reason", "resume_state"),
     }
     assert set(row["dit_trajectory"]) == {"latents", "timesteps", "sigmas", "latent_step_indices"}
     assert set(row["denoising_env"]) == {"image_kwargs", "pos_cond_kwargs", "neg_cond_kwargs", "guidance"}
     assert len(row["rollout_debug_tensors"]) == 4
     assert row["rollout_step_kinds"] == ["sde"] * 4
-    assert row["weight_version"] == row["weight_versions"][-1]
+    assert row["weight_versions"] == [{"version": "default", "start": 0, "end": 4}]
+    assert row["weight_version"] == "default"
+    assert (row["finish_reason"], row["num_steps_done"], row["resume_state"]) == ({"type": "stop"}, 4, None)
     assert row["inference_time_s"] == row["timings"]["inference_time_s"] > 0
 
 

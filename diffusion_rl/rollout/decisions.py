@@ -36,7 +36,8 @@ class Advance(msgspec.Struct, tag="advance", frozen=True):
 
 
 class Retire(msgspec.Struct, tag="retire", frozen=True):
-    """These samples have taken all their steps. The answer is a report with a digest of each."""
+    """These samples have taken all their steps, or are handed out before that. The answer is a report with a digest of
+    each."""
 
     samples: list[SampleKey]
 

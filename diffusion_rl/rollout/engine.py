@@ -32,7 +32,7 @@ from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, 
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
 from diffusion_rl.rollout.rank_weights import RankWeights, rank_settings
-from diffusion_rl.rollout.result import complete_group, finished_sample
+from diffusion_rl.rollout.result import complete_group, finished_sample, unfinished_sample
 from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import (
     advance_batch,
@@ -120,6 +120,23 @@ class RolloutEngine:
         known = self._remove(request_id)
         self._counts["requests_aborted"] += known
         return known
+
+    @torch.no_grad()
+    def partial_result(self, request_id: str) -> list[RolloutSample] | None:
+        """As `StepEngine`. What is handed out of samples in flight has the same bits on all ranks, as at their end; the
+        others drop them by that."""
+        request = self._queue.find(request_id)
+        if request is None or not request.params.rollout_return_partial:
+            return None
+        held = [sample for sample in self._queue.samples if sample.request is request]
+        if held:
+            self.ranks.agree(Retire(keys(held)), [partial(digest, sample) for sample in held])
+        parts = [part for sample in held for part in (split(sample) if len(sample.members) > 1 else [sample])]
+        states = {part.members[0]: part for part in parts}
+        unfinished = [index for index in range(len(request.seeds)) if index not in request.results]
+        with self.family.exact(), torch.autocast(self.family.device.type, enabled=False):
+            made = {i: unfinished_sample(self.family, request, i, states.get(i)) for i in unfinished}
+        return complete_group(self.family, request, made)
 
     def has_unfinished_requests(self) -> bool:
         return len(self._queue.running_ids() if self._held else self._queue.request_ids()) > 0

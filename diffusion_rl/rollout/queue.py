@@ -12,7 +12,7 @@ from diffusion_rl.batch import Conditioning
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
-from diffusion_rl.sample import DenoisingEnv, RolloutSample
+from diffusion_rl.sample import DenoisingEnv, ResumeState, RolloutSample
 from engine_control.errors import InvalidRequestError, QueueFullError
 
 
@@ -29,6 +29,7 @@ class RequestState:
     negative_prompt: str | None
     max_sequence_length: int
     arrival: int
+    resume_from: tuple[ResumeState | None, ...]
     conditioning: Conditioning | None = None
     denoising_env: DenoisingEnv | None = None
     results: dict[int, RolloutSample] = field(default_factory=dict)
@@ -125,6 +126,10 @@ class RequestQueue:
         request.conditioning = request.denoising_env = None
         self._waiting[request_id] = request
 
+    def find(self, request_id: str) -> RequestState | None:
+        """The request, if it waits or has begun."""
+        return self._waiting.get(request_id) or self._running.get(request_id)
+
     def request_ids(self) -> list[str]:
         return [*self._waiting, *self._running]
 
@@ -140,7 +145,10 @@ class RequestQueue:
 
     def remaining_evaluations(self) -> int:
         """Sample-steps still to be taken, those of a trunk counted once for each of its members."""
-        waiting = sum(r.params.num_outputs_per_prompt * r.schedule.steps for r in self._waiting.values())
+        waiting = 0
+        for request in self._waiting.values():
+            done = sum(state.step for state in request.resume_from if state is not None)
+            waiting += request.params.num_outputs_per_prompt * request.schedule.steps - done
         return waiting + sum(len(s.members) * (s.request.schedule.steps - s.step) for s in self.samples)
 
     def __len__(self) -> int:

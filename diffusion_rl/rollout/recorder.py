@@ -13,23 +13,33 @@ class Recorder:
     """One sample's memory. Each tensor is allocated once, in its final size, and is never shared with another sample.
 
     Latents are those that the transformer consumes and the scheduler wrote, before any VAE scaling; state 0 is the
-    initial latent and state T the final one.
+    initial latent and state T the final one. Of steps that are not taken there are zeros.
     """
 
-    def __init__(self, params: RolloutParams, schedule: Schedule, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        params: RolloutParams,
+        schedule: Schedule,
+        shape: tuple[int, ...],
+        device: torch.device,
+        *,
+        first_state: int = 0,
+    ) -> None:
+        """`first_state` is the first that will be recorded: later than 0 for a sample that is resumed."""
         steps = schedule.steps
         self._schedule = schedule
         self.log_probs = torch.zeros(steps, device=device) if params.rollout else None
         kept = params.rollout_return_step_indices
-        self._kept = sorted(kept) if kept is not None else list(range(steps + 1))
+        wanted = sorted(kept) if kept is not None else range(steps + 1)
+        self._kept = [state for state in wanted if state >= first_state]
         self._slot = {state: slot for slot, state in enumerate(self._kept)}
         with_latents = params.rollout and params.rollout_return_dit_trajectory
         self.latents = torch.empty(len(self._kept), *shape, device=device) if with_latents else None
         self.debug = params.rollout and params.rollout_debug_mode
         if self.debug:
             self.noises = torch.zeros(steps, *shape, device=device)
-            self.means = torch.empty(steps, *shape, device=device)
-            self.model_outputs = torch.empty(steps, *shape, device=device)
+            self.means = torch.zeros(steps, *shape, device=device)
+            self.model_outputs = torch.zeros(steps, *shape, device=device)
 
     def fork(self) -> Recorder:
         """A copy with memory of its own, for a sample that goes on from here by itself."""
@@ -59,13 +69,16 @@ class Recorder:
             self.means[step].copy_(mean)
             self.model_outputs[step].copy_(model_output)
 
-    def trajectory(self, clocks: tuple[torch.Tensor, torch.Tensor]) -> DiTTrajectory | None:
-        """What was kept, on the CPU; `clocks` are the `(timesteps, sigmas)` that the whole group shares."""
+    def trajectory(self, clocks: tuple[torch.Tensor, torch.Tensor], last_state: int) -> DiTTrajectory | None:
+        """What was kept of the states up to `last_state`, on the CPU; `clocks` are the `(timesteps, sigmas)` that the
+        whole group shares."""
         if self.latents is None:
             return None
+        kept = [state for state in self._kept if state <= last_state]
+        whole = len(kept) == len(self._kept)
         return DiTTrajectory(
-            latents=self.latents.cpu(),
-            latent_step_indices=torch.tensor(self._kept, dtype=torch.int64),
+            latents=self.latents.cpu() if whole else self.latents[: len(kept)].to("cpu", copy=True),
+            latent_step_indices=torch.tensor(kept, dtype=torch.int64),
             timesteps=clocks[0],
             sigmas=clocks[1],
         )

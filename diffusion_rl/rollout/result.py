@@ -1,15 +1,18 @@
-"""From a sample at its last step to what the caller gets."""
+"""From a sample at its last step, or at its abort, to what the caller gets."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.rollout.queue import RequestState, SampleState
-from diffusion_rl.sample import DenoisingEnv, RolloutSample, Timings
+from diffusion_rl.rollout.samples import latent_shape
+from diffusion_rl.sample import DenoisingEnv, DiTTrajectory, FinishReason, ResumeState, RolloutSample, Timings
 from diffusion_rl.schedulers.base import StepTerms
 from engine_control.errors import NonFiniteOutputError
 
@@ -26,59 +29,119 @@ def finished_sample(family: ModelFamily, state: SampleState, picture: torch.Tens
     Raises:
         NonFiniteOutputError: a latent, a log-prob or the picture is NaN or infinite.
     """
-    request, params, schedule, recorder = state.request, state.request.params, state.request.schedule, state.recorder
-    final = state.latents.float()
-    log_probs = None if recorder.log_probs is None else recorder.log_probs.cpu()
-    _refuse_non_finite(state, final, log_probs)
-    return RolloutSample(
-        request_id=request.request_id,
-        prompt=params.prompt,
-        sample_index=state.members[0],
-        seed=state.seed,
-        generated_output=None if picture is None else _output(state, picture),
-        generated_latents=None if params.output_type == "image" else final.to("cpu", copy=True),
-        rollout_log_probs=log_probs,
-        rollout_step_kinds=schedule.kinds,
-        rollout_debug_tensors=recorder.debug_tensors(StepTerms.from_columns(schedule.columns).noise_std),
-        denoising_env=_denoising_env(family, request),
-        dit_trajectory=recorder.trajectory((schedule.timesteps, schedule.sigmas)),
-        sigma_max=schedule.sigma_max,
-        num_elements=final.numel(),
-        noise_level=params.rollout_noise_level,
-        log_prob_no_const=params.rollout_log_prob_no_const,
-        sde_type=params.rollout_sde_type if params.rollout else "ode",
-        guidance_scale=request.guidance_scale,
-        height=request.size[0],
-        width=request.size[1],
-        weight_versions=state.weight_versions,
-        num_evaluations=0,
-        generator_device=final.device.type,
-        timings=UNKNOWN_YET,
-        peak_memory_mb=None,
-        affine_coefficients=params.affine_coefficients,
+    sample = _sample_so_far(family, state.request, state.members[0], state)
+    final = None if state.request.params.output_type == "image" else state.latents.float().to("cpu", copy=True)
+    return replace(
+        sample, generated_output=None if picture is None else _output(state, picture), generated_latents=final
     )
 
 
-def complete_group(family: ModelFamily, request: RequestState) -> list[RolloutSample]:
-    """All samples of a request in order, each with what is known only now."""
+def unfinished_sample(
+    family: ModelFamily, request: RequestState, index: int, state: SampleState | None
+) -> RolloutSample:
+    """An aborted sample as far as it is; without a state it waits, and has taken the steps of earlier requests alone.
+
+    Raises:
+        NonFiniteOutputError: as above.
+    """
+    resume = request.resume_from[index] if state is None else _resume_state(state)
+    message = "the request was aborted" + (" while it waited" if state is None else "")
+    return replace(
+        _sample_so_far(family, request, index, state),
+        finish_reason=FinishReason("abort", message),
+        resume_state=resume,
+    )
+
+
+def complete_group(
+    family: ModelFamily, request: RequestState, unfinished: Mapping[int, RolloutSample] | None = None
+) -> list[RolloutSample]:
+    """All samples of a request in order, each with what is known only now: the finished ones, and those given."""
+    now, begun = time.perf_counter(), request.admitted_at > 0
     timings = Timings(
-        queue_s=request.admitted_at - request.added_at,
+        queue_s=(request.admitted_at if begun else now) - request.added_at,
         encode_s=request.encode_s,
         denoise_s=request.denoise_s,
         decode_s=request.decode_s,
-        inference_time_s=time.perf_counter() - request.admitted_at,
+        inference_time_s=now - request.admitted_at if begun else 0.0,
     )
     on_gpu = family.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(family.device) / 2**20 if on_gpu else None
+    results = {**request.results, **(unfinished or {})}
     return [
         replace(
-            request.results[index],
+            results[index],
             num_evaluations=request.num_evaluations,
             timings=timings,
             peak_memory_mb=peak,
         )
         for index in range(len(request.seeds))
     ]
+
+
+def _sample_so_far(family: ModelFamily, request: RequestState, index: int, state: SampleState | None) -> RolloutSample:
+    """What has been recorded of a sample, without output and final latent."""
+    params, schedule, size = request.params, request.schedule, request.size
+    log_probs = torch.zeros(schedule.steps) if params.rollout else None
+    debug, trajectory, env = None, None, None
+    if state is not None:
+        recorder = state.recorder
+        log_probs = None if recorder.log_probs is None else recorder.log_probs.cpu()
+        _refuse_non_finite(state, state.latents, log_probs)
+        debug = recorder.debug_tensors(StepTerms.from_columns(schedule.columns).noise_std)
+        trajectory = recorder.trajectory((schedule.timesteps, schedule.sigmas), state.step)
+        env = _denoising_env(family, request)
+    elif params.rollout and params.rollout_return_dit_trajectory:
+        nothing = torch.empty(0, *latent_shape(family, size)), torch.empty(0, dtype=torch.int64)
+        trajectory = DiTTrajectory(*nothing, schedule.timesteps, schedule.sigmas)
+    return RolloutSample(
+        request_id=request.request_id,
+        prompt=params.prompt,
+        sample_index=index,
+        seed=request.seeds[index],
+        generated_output=None,
+        generated_latents=None,
+        rollout_log_probs=log_probs,
+        rollout_step_kinds=schedule.kinds,
+        rollout_debug_tensors=debug,
+        denoising_env=env,
+        dit_trajectory=trajectory,
+        sigma_max=schedule.sigma_max,
+        num_elements=math.prod(latent_shape(family, size)),
+        noise_level=params.rollout_noise_level,
+        log_prob_no_const=params.rollout_log_prob_no_const,
+        sde_type=params.rollout_sde_type if params.rollout else "ode",
+        guidance_scale=request.guidance_scale,
+        height=size[0],
+        width=size[1],
+        weight_versions=_versions(request, index, state),
+        num_evaluations=0,
+        num_steps_done=len(_versions(request, index, state)),
+        generator_device=family.device.type,
+        timings=UNKNOWN_YET,
+        peak_memory_mb=None,
+        affine_coefficients=params.affine_coefficients,
+    )
+
+
+def _versions(request: RequestState, index: int, state: SampleState | None) -> tuple[str, ...]:
+    """Of all steps that a sample has taken, in earlier requests too."""
+    if state is not None:
+        return state.weight_versions
+    given = request.resume_from[index]
+    return () if given is None else given.weight_versions
+
+
+def _resume_state(state: SampleState) -> ResumeState:
+    affine = state.request.params.affine_coefficients is not None  # others have an x0 only if batched beside such
+    x0 = state.previous_x0 if affine else None
+    return ResumeState(
+        seed=state.seed,
+        step=state.step,
+        latents=state.latents.to("cpu", copy=True),
+        previous_x0=None if x0 is None else x0.to("cpu", copy=True),
+        weight_versions=state.weight_versions,
+    )
 
 
 def _output(state: SampleState, picture: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,10 @@ from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
 from diffusion_rl.rollout.recorder import Recorder
+from diffusion_rl.rollout.resume import read_resume_states
 from diffusion_rl.rollout.schedule import make_schedule
 from diffusion_rl.rollout.transition import advance, round_to_storage
+from diffusion_rl.sample import ResumeState
 from diffusion_rl.schedulers import step_kinds
 from engine_control.errors import InvalidRequestError
 
@@ -37,16 +39,20 @@ def plan_request(
     if negative is not None:
         family.check_prompt(negative, "negative_prompt", length)
     seeds = _seeds(params)
+    schedule = make_schedule(family, params, steps=steps, size=size, seed=request_seed(params, seeds))
+    dtype = family.dtype if schedule.ode_state else torch.float32
+    resume_from = read_resume_states(params, seeds, steps=steps, shape=latent_shape(family, size), dtype=dtype)
     return RequestState(
         request_id=request_id,
         params=params,
-        schedule=make_schedule(family, params, steps=steps, size=size, seed=seeds[0]),
+        schedule=schedule,
         size=size,
         seeds=seeds,
         guidance_scale=scale,
         negative_prompt=negative,
         max_sequence_length=length,
         arrival=arrival,
+        resume_from=resume_from,
     )
 
 
@@ -61,10 +67,15 @@ def condition(request: RequestState, prompts: PromptCache) -> None:
 
 
 def start_samples(family: ModelFamily, request: RequestState) -> list[SampleState]:
-    """The request's samples at step 0, or their common trunk if they have a deterministic prefix in common."""
+    """The request's samples at step 0, or their common trunk if they have a deterministic prefix in common. Those of a
+    resumed request share nothing, and begin where they stood."""
     params, schedule, count = request.params, request.schedule, len(request.seeds)
+    resumed = [_resumed(family, request, i, state) for i, state in enumerate(request.resume_from) if state is not None]
     shared = params.init_same_noise and params.rollout_share_prefix and schedule.first_stochastic_step > 0
-    groups = [tuple(range(count))] if shared else [(i,) for i in range(count)]
+    fresh = [i for i, state in enumerate(request.resume_from) if state is None]
+    groups = [tuple(range(count))] if shared and params.resume_from is None else [(i,) for i in fresh]
+    if not groups:
+        return resumed
     seeds = [initial_noise_seed(params, request.seeds, members[0]) for members in groups]
     shape = family.initial_noise_shape(*request.size)
     noise = normal_noise(seeds, NoiseStream.INITIAL_LATENT, [0] * len(seeds), shape, family.device)
@@ -75,7 +86,24 @@ def start_samples(family: ModelFamily, request: RequestState) -> list[SampleStat
         recorder = Recorder(params, schedule, tuple(latent.shape), latent.device)
         recorder.record_state(0, latent)
         samples.append(SampleState(request, members, latent, recorder))
-    return samples
+    return samples + resumed
+
+
+def _resumed(family: ModelFamily, request: RequestState, index: int, state: ResumeState) -> SampleState:
+    """The sample where it stood, in memory of its own."""
+    latents = state.latents.to(family.device, copy=True)
+    before = None if state.previous_x0 is None else state.previous_x0.to(family.device, copy=True)
+    recorder = Recorder(request.params, request.schedule, tuple(latents.shape), latents.device, first_state=state.step)
+    recorder.record_state(state.step, latents)
+    return SampleState(
+        request=request,
+        members=(index,),
+        latents=latents,
+        recorder=recorder,
+        weight_versions=state.weight_versions,
+        step=state.step,
+        previous_x0=before,
+    )
 
 
 def advance_batch(family: ModelFamily, batch: Sequence[SampleState], arrangement: Arrangement) -> None:
@@ -109,9 +137,19 @@ def split(trunk: SampleState) -> list[SampleState]:
     ]
 
 
+def latent_shape(family: ModelFamily, size: tuple[int, int]) -> tuple[int, ...]:
+    """Of one sample's state, for a picture of that `(height, width)`."""
+    return tuple(family.pack(torch.empty(1, *family.initial_noise_shape(*size), device="meta")).shape[1:])
+
+
+def request_seed(params: RolloutParams, seeds: tuple[int, ...]) -> int:
+    """What all samples have in common is drawn from this: the request's `seed`, or the first of its `seeds`."""
+    return seeds[0] if params.seed is None else params.seed
+
+
 def initial_noise_seed(params: RolloutParams, seeds: tuple[int, ...], index: int) -> int:
     """The seed of sample `index`'s initial latent."""
-    first = seeds[0] if params.initial_noise_seed is None else params.initial_noise_seed
+    first = request_seed(params, seeds) if params.initial_noise_seed is None else params.initial_noise_seed
     if params.init_same_noise:
         return first
     return seeds[index] if params.initial_noise_seed is None else first + index

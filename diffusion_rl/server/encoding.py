@@ -20,7 +20,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -59,6 +59,7 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
 }
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 Buffer = bytes | bytearray | memoryview
 
@@ -151,7 +152,7 @@ def decode_json(data: Buffer) -> list[dict[str, Any]]:
     Raises:
         DecodeError: it is none.
     """
-    return _decode_maps(lambda: orjson.loads(data), lambda text: bytearray(base64.b64decode(text, validate=True)))
+    return _decode_maps(lambda: orjson.loads(data), _from_base64)
 
 
 def decode_msgpack(data: Buffer) -> list[dict[str, Any]]:
@@ -175,6 +176,25 @@ def decode_safetensors(data: Buffer) -> list[dict[str, Any]]:
         return [_resolve_names(row, tensors) for row in json.loads(metadata["rollout"])]
     except (KeyError, TypeError, ValueError) as error:
         raise DecodeError(f"the file's metadata holds no rollout: {error}") from error
+
+
+def json_value(value: object) -> Any:
+    """Plain data that `json` can write, with each tensor in it as it stands in a JSON body: for requests."""
+
+    def tensor_map(path: str, tensor: torch.Tensor) -> dict[str, object]:
+        data = base64.b64encode(b"".join((_file_header(tensor), tensor_bytes(tensor)))).decode()
+        return {"__tensor__": True, "data": data, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+
+    return _with_stand_ins(value, "", tensor_map)
+
+
+def value_of_json(value: Any) -> Any:
+    """`json_value` undone.
+
+    Raises:
+        DecodeError: a tensor in it is none.
+    """
+    return _decoded(lambda: _resolve_maps(value, _from_base64))
 
 
 def parse_safetensors(data: Buffer) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -273,15 +293,26 @@ def _slices(view: memoryview, size: int) -> Iterator[memoryview]:
 
 
 def _decode_maps(load: Callable[[], Any], to_buffer: Callable[[Any], bytearray]) -> list[dict[str, Any]]:
-    try:
+    def decode() -> list[dict[str, Any]]:
         rows = load()
         if not isinstance(rows, list):
             raise DecodeError("the body is not a list of rows")
         return [_resolve_maps(row, to_buffer) for row in rows]
+
+    return _decoded(decode)
+
+
+def _decoded(decode: Callable[[], T]) -> T:
+    try:
+        return decode()
     except DecodeError:
         raise
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DecodeError(f"malformed body: {error}") from error
+
+
+def _from_base64(text: str) -> bytearray:
+    return bytearray(base64.b64decode(text, validate=True))
 
 
 def _resolve_maps(value: Any, to_buffer: Callable[[Any], bytearray]) -> Any:

@@ -72,7 +72,8 @@ def rollout_router(service: RolloutService) -> APIRouter:
 
     @router.post("/abort_request", responses=_refusals(400, 503), response_model=AbortReply)
     async def abort_request(request: Request) -> AbortReply:
-        """Aborts the request that was sent with this `rid`; it is answered with status 499. With `prefix: true`, all
+        """Aborts the request that was sent with this `rid`; it is answered with status 499, or, if it has
+        `rollout_return_partial`, with 200 and its samples as they are. With `prefix: true`, all
         whose rid begins so; with `abort_all: true`, all."""
         check_json_content_type(request.headers.get("content-type"))
         body = await read_body(request, load_json)

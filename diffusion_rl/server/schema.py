@@ -24,6 +24,7 @@ from diffusion_rl.params import (
     StorageDtype,
     params_from_mapping,
 )
+from diffusion_rl.server.encoding import DecodeError, value_of_json
 from engine_control.errors import InvalidRequestError, LimitExceededError
 
 MAX_CHOSEN_SEED = 2**31 - 1
@@ -100,6 +101,15 @@ class RolloutRequest(BaseModel):
     priority: int = Field(0, description="Larger goes first.")
     lora_name: str | None = Field(None, max_length=MAX_NAME, description="A loaded adapter; left out, the base alone.")
     adapter: str | None = Field(None, max_length=MAX_NAME, description="The same as `lora_name`.")
+    rollout_return_partial: bool = Field(
+        False, description="If the request is aborted by a call, answer 200 with its samples as far as they are."
+    )
+    resume_from: Items[dict[str, Any] | None] | None = Field(
+        None,
+        description="One `resume_state` of an aborted sample for each sample, as it came in JSON (a reply's tensor is "
+        "one here too), null to begin anew; with the aborted request's other fields, `seed` included, and the samples' "
+        "`seeds`.",
+    )
 
 
 PARAM_NAMES = tuple(field.name for field in fields(RolloutParams))
@@ -157,11 +167,24 @@ def parse_rollout_request(
     if present.get("adapter") is not None:
         present.setdefault("lora_name", present["adapter"])
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
+    if "resume_from" in params:
+        params["resume_from"] = _with_tensors(params["resume_from"])
     if "seed" not in params and "seeds" not in params:
         params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))
     parsed = params_from_mapping(params)
     parsed.validate(limits, step_kinds=step_kinds)
     return ParsedRequest(request.rid or uuid.uuid4().hex, parsed)
+
+
+def _with_tensors(entries: list[Any]) -> list[Any]:
+    try:
+        return [value_of_json(entry) for entry in entries]
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"a tensor in it can't be read: {error}",
+            field="resume_from",
+            hint='Send {"__tensor__": true, "data": ...} as it came in a JSON reply.',
+        ) from error
 
 
 def request_count(params: Mapping[str, Any]) -> int:
