@@ -7,6 +7,7 @@ checksum of its weights, the output of a probe request, the version and the hist
 those of the new weights; after a faulty one those of the old weights, and the fault must have been refused. The probe's
 output is compared bit for bit with that of a fresh process that loaded the same weights from disk. At the end the same
 faults are sent as a foreign trainer would, without a manifest and a session id; what goes unnoticed then is listed.
+Last, the engine sleeps and wakes, with a backup and without, between refits: the same checks, and nothing may grow.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ from engine_control.refit.payload.safetensors_format import file_bytes
 VERSIONS = 5
 SESSION_TIMEOUT_S = 0.5
 RESTART_TIMEOUT_S = 120.0
+GROWTH = {"resident_bytes": 16 * 2**20, "file_descriptors": 0, "dev_shm_files": 0}
+WARM_CYCLES = 10  # of which allocators keep something
 PROBE: dict[str, Any] = {
     "seed": 11,
     "num_inference_steps": 2,
@@ -89,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = measure.command_line("refit_campaign", __doc__ or "", repeats=1)
     parser.add_argument("--refits", type=int, default=1000, help="rounds, each of one refit")
     parser.add_argument("--foreign", type=int, default=60, help="rounds without manifest and session id")
+    parser.add_argument("--cycles", type=int, default=1000, help="sleeps and wakes, interleaved with refits")
     parser.add_argument("--kill-every", type=int, default=100, help="rounds between two deaths of the engine process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
@@ -107,21 +111,27 @@ def main(argv: list[str] | None = None) -> int:
             own = rounds(run, arguments.refits, FAULTS, kill_every=arguments.kill_every)
             after = resources(run)
             foreign = foreign_rounds(run, arguments.foreign)
+            slept = sleeps(run, arguments.cycles)
     seconds = time.monotonic() - began
     report.results = [
         {"case": "our client", "refits": arguments.refits, **own, "before": before, "after": after},
         {"case": "a foreign client", "refits": arguments.foreign, **foreign},
+        {"case": "sleep and wake", "cycles": arguments.cycles, **slept},
     ]
     report.ratios = {
         "undetected_of_ours": len(own["undetected"]),
         "undetected_of_foreign": len(foreign["undetected"]),
+        "wrong_after_sleep": len(slept["wrong"]),
+        "resident_growth_bytes": slept["growth"]["resident_bytes"],
         "seconds_a_refit": seconds / (arguments.refits + arguments.foreign),
     }
     rows = [[fault, count] for fault, count in sorted(own["faults"].items())]
     measure.print_table("rounds by fault, our client", ["fault", "rounds"], rows)
     print(f"undetected: {own['undetected']}; of a foreign client: {Counter(u['fault'] for u in foreign['undetected'])}")
     report.write(arguments.out)
-    return 1 if own["undetected"] else 0
+    print(f"after {arguments.cycles} sleeps: wrong {slept['wrong']}, growth {slept['growth']}")
+    grew = any(slept["growth"][name] > most for name, most in GROWTH.items())
+    return 1 if own["undetected"] or slept["wrong"] or grew else 0
 
 
 def versions(model: str, folder: Path) -> Known:
@@ -147,7 +157,12 @@ def versions(model: str, folder: Path) -> Known:
 
 @contextmanager
 def campaign(model: str, known: Known, choose: random.Random, folder: Path) -> Iterator[Campaign]:
-    arguments = ["--weight-session-timeout", str(SESSION_TIMEOUT_S), "--implicit-weight-sessions"]
+    arguments = [
+        "--enable-memory-saver",
+        "--weight-session-timeout",
+        str(SESSION_TIMEOUT_S),
+        "--implicit-weight-sessions",
+    ]
     with running_service(model, port=0, log=folder / "service.log", arguments=arguments) as service:
         service.wait_ready()
         with RolloutClient(service.url, timeout=120) as client, httpx.Client(base_url=service.url, timeout=120) as http:
@@ -356,6 +371,31 @@ def foreign_rounds(run: Campaign, count: int) -> dict[str, Any]:
             unnoticed.append({"round": number, "fault": fault})
         run.client.refit(run.known.weights[0])
     return {"faults": dict(faults), "undetected": unnoticed}
+
+
+def sleeps(run: Campaign, count: int) -> dict[str, Any]:
+    """Releases and resumes, each third time without a backup, and refits in between; what was wrong, and what grew."""
+    run.undetected, run.current = [], 0
+    before = resources(run)
+    for cycle in range(count):
+        if cycle == WARM_CYCLES:
+            before = resources(run)
+        keep = cycle % 3 != 0
+        run.client.release_memory_occupation(backup=keep)
+        run.client.resume_memory_occupation()
+        if cycle % 2 or not keep:
+            run.current = run.choose.randrange(VERSIONS)
+            run.client.refit(run.known.weights[run.current], staged=keep)
+        sums = run.client.get_weights_checksum(["transformer"])
+        if sums["transformer"] != run.known.sums[run.current] or (cycle % 5 == 0 and not probe_is_right(run)):
+            run.undetected.append({"cycle": cycle, "backup": keep})
+    after = resources(run)
+    return {"wrong": run.undetected, "growth": {name: after[name] - before[name] for name in after}, "after": after}
+
+
+def probe_is_right(run: Campaign) -> bool:
+    [sample] = run.client.generate(PROMPT, **PROBE)
+    return torch.equal(_picture(sample), run.known.outputs[run.current])
 
 
 def resources(run: Campaign) -> dict[str, int]:
