@@ -187,6 +187,15 @@ def test_of_a_group_only_what_is_unfinished_is_computed_again() -> None:
         assert_same(merged(partial, resumed), expected)
 
 
+def test_a_sample_named_by_seeds_shares_with_its_group_what_the_requests_seed_decides(
+    pipeline: RolloutPipeline,
+) -> None:
+    fields = {**FIELDS, "init_same_noise": True, "rollout_sde_window_size": 2}
+    group = pipeline(**fields, num_outputs_per_prompt=3)
+    (alone,) = pipeline(**fields, seeds=[9])
+    assert_same_bits(alone, group[2])
+
+
 def test_a_trunk_is_handed_out_as_its_members(pipeline: RolloutPipeline) -> None:
     shared = {"init_same_noise": True, "rollout_sde_step_indices": [4], "num_outputs_per_prompt": 3}
     fields = {**FIELDS, **shared}
