@@ -169,6 +169,26 @@ class ControlClient:
         numbers: list[Any] = self._reply("/get_weights_by_name", body).json()
         return numbers
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, **fields: Any) -> dict[str, Any]:
+        """Has the engine load a folder that peft has saved. `fields`: lora_version, in_place, abort_all_requests."""
+        return self._post("/load_lora_adapter", {"lora_name": lora_name, "lora_path": lora_path, **fields})
+
+    def load_lora_adapter_from_tensors(
+        self, lora_name: str, config_dict: Mapping[str, Any], named_tensors: NamedTensors, **fields: Any
+    ) -> dict[str, Any]:
+        """Loads an adapter from peft's configuration and state. `fields` as above."""
+        query = {"lora_name": lora_name, "config_dict": json.dumps(dict(config_dict)), **fields}
+        return self._send_file("/load_lora_adapter_from_tensors", list(_items(named_tensors)), query)
+
+    def unload_lora_adapter(self, lora_name: str, **fields: Any) -> dict[str, Any]:
+        """Has the engine forget an adapter. `fields`: abort_all_requests."""
+        return self._post("/unload_lora_adapter", {"lora_name": lora_name, **fields})
+
+    def list_lora_adapters(self) -> dict[str, Any]:
+        """Every adapter by its name."""
+        adapters: dict[str, Any] = self._object(self._client.get("/v1/list_loras"))["loras"]
+        return adapters
+
     def pause_generation(self, mode: PauseMode = "abort") -> dict[str, Any]:
         """Pauses; new requests wait. What is in flight is aborted, retracted, frozen, or finished first."""
         return self._post("/pause_generation", {"mode": mode})
@@ -232,11 +252,16 @@ class ControlClient:
         self.close()
 
     def _send_bucket(self, bucket: list[tuple[str, torch.Tensor]], fields: Mapping[str, Any]) -> dict[str, Any]:
+        return self._send_file("/update_weights_from_tensor", bucket, fields)
+
+    def _send_file(
+        self, path: str, named_tensors: list[tuple[str, torch.Tensor]], fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
         from engine_control.refit.payload.safetensors_format import file_bytes
 
-        file = memoryview(file_bytes(bucket))
+        file = memoryview(file_bytes(named_tensors))
         reply = self._client.post(
-            "/update_weights_from_tensor",
+            path,
             content=(bytes(file[at : at + PIECE_BYTES]) for at in range(0, len(file), PIECE_BYTES)),
             headers={"content-type": RAW_TYPE, "content-length": str(len(file))},
             params={name: value for name, value in fields.items() if value is not None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import safetensors.torch
 import tiny_models
 import torch
 from conftest import Service, free_port, start_service, stop_service
@@ -294,3 +296,38 @@ def test_wrong_inputs_are_answered_by_name_and_change_nothing(service: Service, 
         client.refit({"nothing": torch.zeros(1)})
     assert client.get_weights_checksum() == sums
     assert service.http.get("/ready").status_code == 200
+
+
+def test_an_adapter_is_loaded_by_name_replaced_chosen_by_a_request_and_forgotten(
+    service: Service, client: RolloutClient, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_k"]}
+    names = [n.removesuffix(".weight") for n in base() if n.endswith(("attn.to_q.weight", "attn.to_k.weight"))]
+    torch.manual_seed(0)
+    factors = {
+        f"base_model.model.{name}.lora_{half}.weight": 0.1 * torch.randn(shape)
+        for name in names
+        for half, shape in (
+            ("A", (4, base()[f"{name}.weight"].shape[1])),
+            ("B", (base()[f"{name}.weight"].shape[0], 4)),
+        )
+    }
+    plain = client.generate("a red circle", **FIELDS)
+    loaded = client.load_lora_adapter_from_tensors("policy", config, factors, lora_version="1")
+    assert loaded["success"] is True
+    assert "policy" in client.list_lora_adapters()
+    adapted = client.generate("a red circle", lora_name="policy", **FIELDS)
+    assert not equal(adapted, plain)
+    assert adapted[0].weight_versions == ("default+policy@1",) * 3
+    assert equal(client.generate("a red circle", **FIELDS), plain)
+    safetensors.torch.save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    client.load_lora_adapter("copy", str(tmp_path))
+    assert equal(client.generate("a red circle", lora_name="copy", **FIELDS), adapted)
+    refused = post(service, "/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
+    assert refused.status_code == 400
+    assert "/nowhere" in refused.json()["error_message"]
+    for name in ("policy", "copy"):
+        client.unload_lora_adapter(name)
+    with pytest.raises(EngineError, match="policy"):
+        client.generate("a red circle", lora_name="policy", **FIELDS)

@@ -22,6 +22,7 @@ from diffusion_rl.server.routes import ROLLOUT_PATH, health_router, info_router,
 from diffusion_rl.server.service import RolloutService
 from engine_control.errors import EngineUnavailableError, InvalidRequestError
 from engine_control.server.bodies import WEIGHT_PATHS
+from engine_control.server.lora import lora_router
 from engine_control.server.sglang import sglang_router
 from engine_control.server.vllm import vllm_router
 
@@ -67,6 +68,7 @@ def create_app(
     app.include_router(info_router(service))
     app.include_router(sglang_router(service, engine="diffusion"))
     app.include_router(vllm_router(service))
+    app.include_router(lora_router(service))
     app.add_middleware(
         BodyLimit, max_bytes=server_config.max_body_bytes, timeout_s=server_config.body_timeout_s, but=WEIGHT_PATHS
     )

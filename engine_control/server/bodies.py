@@ -27,6 +27,7 @@ WEIGHT_PATHS = frozenset(
         "/collective_rpc",
         "/end_weight_update",
         "/finish_weight_update",
+        "/load_lora_adapter_from_tensors",
         "/start_draft_weight_update",
         "/start_weight_update",
         "/update_weights",
