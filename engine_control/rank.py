@@ -33,6 +33,8 @@ from engine_control.refit.target import RefitTarget
 
 logger = logging.getLogger(__name__)
 
+TOGETHER = 256  # tensors that are applied by one launch, where a transport keeps them so long
+
 
 class RankCommand(msgspec.Struct, tag="control", frozen=True):
     """One command to every rank. `arguments` are plain data and tensors, what a wire message can carry."""
@@ -139,8 +141,10 @@ class RankControl:
             self._refuse_undefined_base(session)
         items = self._transport(transport).receive(info)
         try:
-            whole = merges.whole(items, session.modules)
-            return self._apply(whole if how is None else merges.merging(items, how, session.modules))
+            if how is not None:
+                return self._apply(merges.merging(items, how, session.modules))
+            at_once = TOGETHER if self._transport(transport).keeps_tensors else 1
+            return self._apply(merges.whole(items, session.modules), at_once=at_once)
         finally:
             if isinstance(items, Iterator) and hasattr(items, "close"):
                 items.close()
@@ -154,9 +158,9 @@ class RankControl:
         finally:
             self._engine.synchronize()
 
-    def _apply(self, items: Iterator[WeightItem]) -> dict[str, Any]:
+    def _apply(self, items: Iterator[WeightItem], *, at_once: int = 1) -> dict[str, Any]:
         try:
-            received = self._open().update(items)
+            received = self._open().update(items, at_once=at_once)
         except BaseException:
             self._merges.undo_last_call()
             raise
