@@ -74,6 +74,11 @@ class Policy:
         plain = {name: tensor for name, tensor in merged.state_dict().items() if "lora_" not in name}
         return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in plain.items()}
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the next optimizer steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def step(self, max_grad_norm: float) -> float:
         """One optimizer step; the gradients are gone afterwards. Returns their norm."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.trained.values(), max_grad_norm))

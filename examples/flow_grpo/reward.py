@@ -62,11 +62,11 @@ def _overlaps(covered: np.ndarray, reading: Reading, shape: str) -> np.ndarray:
     found = []
     for spot in reading.found:
         radius = RADII["large"] * (max(spot.area, 1.0) / unit) ** 0.5
-        middle = spot.y - _RISE.get(shape, 0.0) * radius
-        near = (np.abs(_TICKS - spot.x) < 2 * radius)[None, :] & (np.abs(_TICKS - spot.y) < 2 * radius)[:, None]
-        here, best = covered * near, 0.0
+        rows, columns = (np.abs(_TICKS - middle) < 2 * radius for middle in (spot.y, spot.x))
+        here, best = covered[np.ix_(rows, columns)], 0.0
         for shift in _SHIFTS:
-            drawn = coverage(np, shape, (_TICKS - spot.x)[None, :], (_TICKS - middle - shift)[:, None], radius)
+            middle = spot.y - _RISE.get(shape, 0.0) * radius + shift
+            drawn = coverage(np, shape, (_TICKS[columns] - spot.x)[None, :], (_TICKS[rows] - middle)[:, None], radius)
             best = max(best, float(np.minimum(here, drawn).sum() / np.maximum(here, drawn).sum()))
         found.append(best)
     return np.array(found)

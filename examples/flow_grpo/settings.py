@@ -23,6 +23,7 @@ NOTES = {
     "guidance": "guidance of rollout and training (1: none, which halves the cost)",
     "same_noise": "a group begins at one initial latent, so that its rewards differ by the trained steps alone",
     "lr": "AdamW's learning rate",
+    "decay": "the learning rate falls linearly, to a last step of lr / epochs",
     "updates": "optimizer steps an epoch, each on its share of the groups",
     "clip_range": "of the importance ratio, whose log is a mean over a latent's elements",
     "kl": "weight of the KL to the base model",
@@ -40,9 +41,9 @@ class Settings:
     """See `NOTES`, one line a field; they are the command line's help."""
 
     seed: int = 0
-    epochs: int = 60
+    epochs: int = 150
     minutes: float = 0.0
-    prompts: int = 8
+    prompts: int = 16
     group: int = 16
     captions: str = ""
     focus: bool = True
@@ -53,11 +54,12 @@ class Settings:
     noise_level: float = 1.2
     guidance: float = 1.0
     same_noise: bool = True
-    lr: float = 5e-5
+    lr: float = 1e-4
+    decay: bool = True
     advantage_scale: Literal["group", "batch", "none"] = "batch"
     updates: int = 1
     clip_range: float = 1e-3
-    kl: float = 0.0
+    kl: float = 0.05
     max_grad_norm: float = 1.0
     micro_batch: int = 32
     lora: int = 0

@@ -57,6 +57,7 @@ def train(
             on the other side: its gap is in `largest_gap`).
     """
     trained = Trained()
+    policy.set_learning_rate(settings.lr * (1 - (plan.epoch - 1) / settings.epochs if settings.decay else 1.0))
     for number, share in enumerate(torch.arange(len(groups)).tensor_split(settings.updates)):
         samples = [sample for index in share.tolist() for sample in groups[index]]
         wanted = advantages[share].flatten()
