@@ -25,7 +25,7 @@ import torch
 from engine_control.errors import EngineError, InvalidRequestError, RefitRefusedError
 from engine_control.refit.backends import TransportContext, WeightTransport, transports
 from engine_control.refit.backends._group import BroadcastError
-from engine_control.refit.backends.distributed import WeightSender
+from engine_control.refit.backends.distributed import WeightSender, _chunks
 from engine_control.refit.backends.ipc import IpcSender
 from engine_control.refit.backends.tensor import safetensors_payload, serialize_named_tensors
 from engine_control.refit.payload.bucket import flatten
@@ -209,6 +209,11 @@ def a_tensor_in_two_shards(folder: Path) -> None:
     write(sharded(folder, HALVES), {**HALVES[1], "odd": NAMED["odd"]}, "model-00002-of-00002.safetensors")
 
 
+def a_tensor_in_two_files_without_an_index(folder: Path) -> None:
+    a_tensor_in_two_shards(folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
 def a_shard_elsewhere(folder: Path) -> None:
     write(folder.parent, NAMED)
     folder.mkdir()
@@ -259,6 +264,7 @@ def files_without_a_name_of_the_field(folder: Path) -> None:
         (a_tensor_not_in_its_shard, "where it isn't"),
         (a_tensor_not_in_the_index, "field 'more'"),
         (a_tensor_in_two_shards, "field 'odd'"),
+        (a_tensor_in_two_files_without_an_index, "is in 'model-00001-of-00002.safetensors' and in"),
         (a_shard_elsewhere, "of its folder"),
         (a_half_written_index, "not JSON"),
         (a_half_written_file, "truncated"),
@@ -574,6 +580,11 @@ def test_vllms_packed_chunks_are_cut_alike_on_both_sides(ranks: list[Rank], pack
                 rank.ask("receive", "distributed", again)
             sender.send(NAMED.items())
             assert [rank.answer()["value"] for rank in ranks] == [as_sent(NAMED)] * 2
+
+
+def test_a_packed_chunk_ends_when_it_exceeds_the_buffer_and_not_when_it_fills_it() -> None:
+    tensors = [torch.empty(count, dtype=torch.uint8) for count in (6, 4, 1, 30, 10, 2)]
+    assert [[t.nbytes for t in chunk] for chunk in _chunks(tensors, 10, flat=False)] == [[6, 4, 1], [30], [10, 2]]
 
 
 def test_a_call_that_is_ended_early_takes_the_rest_off_the_group(ranks: list[Rank]) -> None:
