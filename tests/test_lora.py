@@ -16,6 +16,7 @@ from tiny_models import qwen_image_pipeline, sd3_pipeline
 
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.compiled import CompiledForward
+from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.params import params_from_mapping
 from diffusion_rl.pipeline import RolloutPipeline
 from diffusion_rl.rollout.replay import replay
@@ -56,7 +57,7 @@ def policy_of(pipeline: RolloutPipeline, seed: int, dtype: torch.dtype | None = 
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             values = torch.randn(parameter.shape, generator=generator) * 0.05
-            parameter.data = values.to(dtype or parameter.dtype)
+            parameter.data = values.to(parameter.device, dtype or parameter.dtype)
     return policy
 
 
@@ -484,17 +485,21 @@ def test_a_name_that_no_adapter_has_is_refused_and_one_that_goes_ends_what_waits
     load(adapters, "policy", policy_of(adapters, 1))
     adapters.engine.hold_admission(True)
     answer = adapters._loop.submit("r", params_from_mapping({"prompt": "cat", "lora_name": "policy", **FIELDS}))
+    other = adapters._loop.submit("s", params_from_mapping({"prompt": "cat", **FIELDS}))
     adapters.unload_lora_adapter("policy")
     adapters.engine.hold_admission(False)
     adapters._loop.run_until_idle()
     with pytest.raises(InvalidRequestError, match="no adapter 'policy'"):
         answer.result()
+    assert len(other.result()) == 1
 
 
 def test_adapters_survive_sleep_without_backup_and_refits_of_the_base(adapters: RolloutPipeline, base: Weights) -> None:
     load(adapters, "policy", policy_of(adapters, 1))
     before = adapters("cat", lora_name="policy", **ROLLOUT)
     adapters.release_memory_occupation(backup=False)
+    held = adapters.engine.weights.adapters.tensors()
+    assert not any(tensor.any() for tensor in held.values())  # on a CPU, what is released reads as zeros
     with pytest.raises(ConflictError, match="released"):
         load(adapters, "other", policy_of(adapters, 2))
     adapters.resume_memory_occupation()
@@ -528,3 +533,34 @@ def test_ranks_that_share_a_forward_serve_the_adapters_bits(adapters: RolloutPip
         assert two.get_weights_checksum() != adapters.get_weights_checksum()
         two.unmerge_lora()
         assert two.get_weights_checksum() == adapters.get_weights_checksum()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_hold_an_adapter_whose_numbers_may_change_and_go_with_it() -> None:
+    def served(graphs: bool) -> RolloutPipeline:
+        pipeline = copy.deepcopy(sd3_pipeline(torch.bfloat16)).to("cuda")
+        return RolloutPipeline(pipeline, config=EngineConfig(cuda_graphs=graphs))
+
+    with served(True) as captured, served(False) as eager:
+        runner = captured.engine.family.runner
+        assert isinstance(runner, CudaGraphs)
+        policies = [policy_of(eager, seed) for seed in (1, 2)]
+        wider = copy.deepcopy(eager.transformer).requires_grad_(False)
+        wider.add_adapter(LoraConfig(r=RANK, lora_alpha=5, target_modules=["to_v"], init_lora_weights=False))
+        for policy, config in ((policies[0], CONFIG), (policies[1], CONFIG), (wider, CONFIG | {"lora_alpha": 5})):
+            before = runner.captured
+            for pipeline in (captured, eager):
+                pipeline.load_lora_adapter_from_tensors("policy", config, factors(policy))
+            for name in (None, "policy", None, "policy"):
+                found, expected = (p("cat", lora_name=name, **ROLLOUT) for p in (captured, eager))
+                assert equal(found, expected)
+            with torch.no_grad(), exact_training(policy, eager.engine.family):
+                assert torch.equal(eager.replay(found, transformer=policy)[0].cpu(), found[0].rollout_log_probs)  # type: ignore[arg-type]
+            assert (runner.captured > before) is (policy is not policies[1])
+        tensors = factors(policies[0])
+        merge(captured, tensors)
+        policies[0].fuse_lora()
+        new = weights(captured.transformer)
+        assert all(torch.allclose(new[name], t, rtol=0.02, atol=1e-3) for name, t in weights(policies[0]).items())
+        captured.unmerge_lora()
+        assert captured.get_weights_checksum() == eager.get_weights_checksum()
