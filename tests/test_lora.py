@@ -17,10 +17,11 @@ from tiny_models import qwen_image_pipeline, sd3_pipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.graphs import CudaGraphs
-from diffusion_rl.params import params_from_mapping
+from diffusion_rl.params import Limits, params_from_mapping
 from diffusion_rl.pipeline import RolloutPipeline
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
+from diffusion_rl.server.schema import parse_rollout_request
 from diffusion_rl.trainer import certified_family, exact_training
 from engine_control.config import ControlConfig
 from engine_control.errors import ConflictError, InvalidRequestError, WeightSessionError
@@ -533,6 +534,17 @@ def test_ranks_that_share_a_forward_serve_the_adapters_bits(adapters: RolloutPip
         assert two.get_weights_checksum() != adapters.get_weights_checksum()
         two.unmerge_lora()
         assert two.get_weights_checksum() == adapters.get_weights_checksum()
+
+
+def test_a_request_over_http_names_its_adapter_in_either_field_and_not_two_adapters() -> None:
+    def name_of(**fields: Any) -> str | None:
+        body = {"prompt": "cat", **fields}
+        return parse_rollout_request(body, limits=Limits(), step_kinds=("sde",), lenient=False).params.lora_name
+
+    assert name_of(lora_name="p") == name_of(adapter="p") == name_of(adapter="p", lora_name="p") == "p"
+    assert name_of() is name_of(adapter=None) is None
+    with pytest.raises(InvalidRequestError, match="lora_name says 'q'"):
+        name_of(adapter="p", lora_name="q")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

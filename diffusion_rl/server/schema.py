@@ -164,8 +164,13 @@ def parse_rollout_request(
     present = request.model_dump(exclude_unset=True)
     if present.get("rollout_video_dtype") is not None:
         present["output_dtype"] = present["rollout_video_dtype"]
-    if present.get("adapter") is not None:
-        present.setdefault("lora_name", present["adapter"])
+    if "adapter" in present and present.setdefault("lora_name", present["adapter"]) != present["adapter"]:
+        raise InvalidRequestError(
+            f"lora_name says {present['lora_name']!r}",
+            field="adapter",
+            value=present["adapter"],
+            hint="They are two names of one field: send one of them.",
+        )
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
     if "resume_from" in params:
         params["resume_from"] = _with_tensors(params["resume_from"])
