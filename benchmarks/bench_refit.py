@@ -6,9 +6,9 @@
 The first is for a GPU (full-size shapes, random weights); on a CPU it is the embedded model. Another process on the
 same device holds the new weights. Each refit is a session with an undo copy on the device, verified at the end by the
 device's digest. Arms: `flat` reads them where the sender has them in one buffer, mapped once; `handles` by a handle for
-each tensor (GPU); `packed` out of a double buffer that the sender fills meanwhile; `direct` out of this process's memory;
-`disk` from a checkpoint in the page cache; `wake` resumes memory that was released without a backup, and refits. Ceilings
-are measured in the same run.
+each tensor (GPU); `packed` out of a double buffer that the sender fills meanwhile; `direct` out of this process's
+memory; `disk` from a checkpoint in the page cache; `wake` resumes memory that was released without a backup, and
+refits. Ceilings are measured in the same run.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Rig:
         self.loop = StepLoop(self.engine)
         self.engine.controlled_by(self.loop)
         self.device, self.folder = torch.device(device), folder
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading left there; the sender needs room
         weights = self.family.transformer.state_dict()
         self.bytes = sum(t.nbytes for t in weights.values())
         self.process, self.sender = start_child(SENDER, engine_environment())
@@ -76,13 +78,15 @@ class Rig:
         at = [time.perf_counter()]
         begun = self.call("begin_weight_update")
         undo = begun["undo"]
+        at.append(self.now())
         for transport, info in updates():
             undo = self.call("update_weights", transport=transport, info=info, flush_cache=False)["undo"]
         at.append(self.now())
         self.call("end_weight_update", manifest=self.manifest if verify else None, flush_cache=False)
         at.append(self.now())
         self.undo = undo
-        return {"applied_s": at[1] - at[0], "verified_s": at[2] - at[1], "total_s": at[2] - at[0]}
+        parts = {f"{name}_s": at[i + 1] - at[i] for i, name in enumerate(("begun", "applied", "verified"))}
+        return {**parts, "total_s": at[-1] - at[0]}
 
     def now(self) -> float:
         measure.synchronise()
@@ -160,7 +164,13 @@ def rig(shape: str, device: str) -> Iterator[Rig]:
 def timed(found: Rig, arm: str, repeats: int, copy_rate: float) -> dict[str, Any]:
     """Medians of an arm's parts; one round more goes before, which allocates what is kept."""
     work = arms(found)[arm]
-    rounds = [work() for _ in range(repeats + 1)][1:]
+    work()
+    gc.collect()
+    gc.freeze()  # or a collection of all that is loaded falls into some round
+    try:
+        rounds = [work() for _ in range(repeats)]
+    finally:
+        gc.unfreeze()
     parts = {name.replace("_s", "_ms"): 1e3 * sorted(r[name] for r in rounds)[len(rounds) // 2] for name in rounds[0]}
     limit = 2 * found.bytes / copy_rate
     return {

@@ -25,6 +25,7 @@ from engine_control.wire import PeerClosedError, receive_message, send_message
 def main() -> None:
     connection = connection_from_descriptor(int(sys.argv[1]))
     weights: dict[str, torch.Tensor] = {}
+    where: list[dict[str, Any]] = []
     flat: CudaBuffer | HostBuffer | None = None
     batches: Iterator[dict[str, Any]] = iter(())
     sender: IpcSender | None = None
@@ -37,13 +38,14 @@ def main() -> None:
                     device = torch.device(message["device"])
                     flat = buffer_for(message["names"], device)
                     weights = made(message["names"], flat.bytes, device)
+                    where = places(weights, flat.bytes)
                     send_message(connection, {"bytes": sum(t.nbytes for t in weights.values())})
                 case "manifest":
                     items = (("transformer", name, tensor) for name, tensor in weights.items())
                     send_message(connection, {"manifest": manifest_of(items)})
                 case "flat":
                     assert flat is not None
-                    send_message(connection, {"buffer": flat.handle, "tensors": places(weights, flat.bytes)})
+                    send_message(connection, {"buffer": flat.handle, "tensors": where})
                 case "handles":
                     send_message(connection, handles(weights, device))
                 case "pack":

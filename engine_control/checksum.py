@@ -1,28 +1,36 @@
 """Digests of weights: a fast one that the device computes, and SHA-256 for those who ask for it.
 
-The fast digest is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): 32-bit
-words times fixed pseudo-random 64-bit numbers, summed modulo 2^64 over each chunk. Integer sums have no order, so a CPU
-and a GPU find the same. The chunks' sums, in order, with dtype and shape, go through BLAKE2b. It finds every change of
-a single word, and any other accident but for one in 2^32; it is no protection against somebody who means harm.
+The fast digest is a tree of multilinear hashes (Lemire and Kaser, "Strongly universal string hashing is fast", 2014)
+over bytes: each KiB becomes `COLUMNS` sums of its signed bytes times fixed pseudo-random numbers, which is a product of
+matrices of bytes and reads the weights once. The sums' bytes are hashed in the same way twice more, to 32 bytes a MiB
+(not those of a tensor of up to 32 KiB). What is left, with dtype and shape, goes through BLAKE2b. The sums are exact,
+so a CPU and a GPU find the same. A change goes unseen in about one of 2^46 cases; it is no protection against somebody
+who means harm.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-CHUNK_WORDS = 1 << 18  # 1 MiB of weights; the multipliers of a chunk are 2 MiB and stay in a GPU's cache
-CHUNKS_AT_ONCE = 64
-WORD = 4
+ROW = 1024  # bytes of which one row of sums is made
+COLUMNS = 8
+FAN_IN = ROW // (COLUMNS * 4)  # rows of sums whose bytes are one row of the next level
+CHUNK_WORDS = FAN_IN * FAN_IN * ROW // 4  # 1 MiB of weights, of which COLUMNS sums are left
+LARGEST = 63  # of a multiplier: 2 * 255 * 63 is an int16, which is where some CPUs add up pairs, with saturation
+FEWEST_ROWS = 32  # of a product on a GPU
+GROUP_BYTES = 1 << 32  # hashed together; the sums of the first level take 1/32 of it
+ALIGNED = 16  # bytes, for a product that reads memory as it lies
 
 
 def device_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """The fast digest of each tensor, by its name, with one wait for each device at the end."""
     named = list(tensors)
-    sums = _on_host(_sums_of([tensor for _, tensor in named]))
+    sums = _on_host([tensor for _, tensor in named])
     digests = {}
     for (name, tensor), found in zip(named, sums, strict=True):
         head = f"{tensor.dtype}{list(tensor.shape)}".encode()
@@ -30,55 +38,96 @@ def device_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str
     return digests
 
 
-def _sums_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`chunk_sums` of each. Tensors of less than a chunk and of equal size share their launches."""
-    sums: dict[int, torch.Tensor] = {}
-    small: dict[tuple[torch.device, int], list[int]] = {}
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """For each tensor the bytes of its last sums."""
+    devices: dict[torch.device, tuple[list[int], list[int]]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.nbytes < CHUNK_WORDS * WORD:
-            small.setdefault((tensor.device, tensor.nbytes), []).append(index)
-        else:
-            sums[index] = chunk_sums(tensor)
-    for (device, nbytes), alike in small.items():
-        together = max(CHUNKS_AT_ONCE * CHUNK_WORDS * WORD // max(nbytes, 1), 1)
-        for first in range(0, len(alike), together):
-            group = alike[first : first + together]
-            words = torch.stack([_words(tensors[index]) for index in group])
-            found = (words * _factors(device)[: words.shape[1]]).sum(1)
-            sums |= {index: found[row : row + 1] for row, index in enumerate(group)}
-    return [sums[index] for index in range(len(tensors))]
-
-
-def _on_host(sums: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of each, fetched together."""
-    devices: dict[torch.device, list[int]] = {}
-    for index, found in enumerate(sums):
-        devices.setdefault(found.device, []).append(index)
+        devices.setdefault(tensor.device, ([], []))[_is_small(tensor)].append(index)
     fetched: dict[int, bytes] = {}
-    for indices in devices.values():
-        flat = torch.cat([sums[index] for index in indices]).cpu().numpy()
+    for large, small in devices.values():
+        sums = [_tree_of([tensors[index] for index in group]) for group in _groups(tensors, large)]
+        sums += [_rows_of([_bytes(tensors[index]) for index in group]) for group in _groups(tensors, small)]
+        flat = torch.cat(sums).cpu().numpy()
         position = 0
-        for index in indices:
-            count = len(sums[index])
+        for index in [*large, *small]:
+            count = _rows(tensors[index]) if _is_small(tensors[index]) else _chunks(tensors[index])
             fetched[index] = flat[position : position + count].tobytes()
             position += count
-    return [fetched[index] for index in range(len(sums))]
+    return [fetched[index] for index in range(len(tensors))]
 
 
-def chunk_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """`[chunks]` int64, on the tensor's device: the hash of each MiB of its bytes in row-major order."""
-    words = _words(tensor)
-    factors = _factors(tensor.device)
-    whole = words.numel() // CHUNK_WORDS
-    parts = [
-        (words[first * CHUNK_WORDS : last * CHUNK_WORDS].view(-1, CHUNK_WORDS) * factors).sum(1)
-        for first in range(0, whole, CHUNKS_AT_ONCE)
-        for last in (min(first + CHUNKS_AT_ONCE, whole),)
-    ]
-    rest = words[whole * CHUNK_WORDS :]
-    if rest.numel() or not parts:
-        parts.append((rest * factors[: rest.numel()]).sum().reshape(1))
-    return torch.cat(parts)
+def _groups(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
+    """The indices in their order, in parts of about `GROUP_BYTES`, or one tensor."""
+    group: list[int] = []
+    size = 0
+    for index in indices:
+        if group and size + tensors[index].nbytes > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(index)
+        size += tensors[index].nbytes
+    if group:
+        yield group
+
+
+def _tree_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[chunks, COLUMNS]` int32, on the tensors' device: those of each tensor follow those of the one before."""
+    chunks = sum(_chunks(tensor) for tensor in tensors)
+    first = torch.zeros(chunks * FAN_IN * FAN_IN, COLUMNS, dtype=torch.int32, device=tensors[0].device)
+    rests: list[torch.Tensor] = []  # bytes that aren't whole rows where they lie
+    places: list[torch.Tensor] = []  # of their sums
+    row = 0
+    for tensor in tensors:
+        data = _bytes(tensor)
+        whole = data.numel() // ROW if data.data_ptr() % ALIGNED == 0 else 0
+        if whole:
+            _multiply(data[: whole * ROW].view(torch.int8).view(whole, ROW), out=first[row : row + whole])
+        if whole * ROW < data.numel():
+            rests.append(data[whole * ROW :])
+            places.append(first[row + whole : row + _rows(tensor)])
+        row += _chunks(tensor) * FAN_IN * FAN_IN
+    if rests:
+        torch._foreach_copy_(places, list(_rows_of(rests).split([len(place) for place in places])))
+    return _next_level(_next_level(first))[:chunks]
+
+
+def _rows_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[rows, COLUMNS]` int32: the sums of flat bytes, each part padded to whole rows with zeros."""
+    counts = [_rows(part) for part in parts]
+    staged = torch.zeros(max(sum(counts), FEWEST_ROWS) * ROW, dtype=torch.uint8, device=parts[0].device)
+    starts = itertools.accumulate(counts, initial=0)
+    torch._foreach_copy_([staged[s * ROW : s * ROW + len(p)] for p, s in zip(parts, starts, strict=False)], list(parts))
+    return _multiply(staged.view(torch.int8).view(-1, ROW))[: sum(counts)]
+
+
+def _next_level(sums: torch.Tensor) -> torch.Tensor:
+    """`[n, COLUMNS]` to `[n / FAN_IN, COLUMNS]`, with rows of zeros behind if there'd be too few."""
+    rows = sums.view(torch.int8).view(-1, ROW)
+    if len(rows) < FEWEST_ROWS:
+        rows = torch.cat([rows, rows.new_zeros(FEWEST_ROWS - len(rows), ROW)])
+    return _multiply(rows)
+
+
+def _multiply(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`[n, ROW]` int8 to `[n, COLUMNS]` int32, exactly: a sum is at most 1024 * 128 * 63."""
+    if out is None:
+        out = torch.empty(len(rows), COLUMNS, dtype=torch.int32, device=rows.device)
+    torch._int_mm(rows, _factors(rows.device).t(), out=out)
+    return out
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return -(-int(tensor.nbytes) // ROW)
+
+
+def _chunks(tensor: torch.Tensor) -> int:
+    """MiB that have begun."""
+    return -(-int(tensor.nbytes) // (4 * CHUNK_WORDS))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether the sums of the first level are few enough."""
+    return bool(tensor.nbytes <= FAN_IN * ROW)
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
@@ -107,21 +156,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    data = _bytes(tensor)
-    over = data.numel() % WORD
-    if over or data.data_ptr() % WORD:
-        data = torch.nn.functional.pad(data, (0, (WORD - over) % WORD)).clone()
-    return data.view(torch.int32)
-
-
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """`[CHUNK_WORDS]` odd int64 numbers, by splitmix64, the same on every device."""
-    state = (torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)) ^ 0x5851F42D4C957F2D
+    """`[COLUMNS, ROW]` odd int8 numbers from -63 to 63, by splitmix64, the same on every device."""
+    state = torch.arange(1, COLUMNS * ROW + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ _shifted(state, shift)) * _signed(factor)
-    return ((state ^ _shifted(state, 31)) | 1).to(device)
+    drawn = _shifted(state ^ _shifted(state, 31), 58)  # 0 to 63
+    return (2 * drawn - LARGEST).to(torch.int8).view(COLUMNS, ROW).to(device)
 
 
 def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:

@@ -45,6 +45,9 @@ class UndoLog:
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             if free + unused < sum(live.nbytes for live in lives) + DEVICE_MARGIN_BYTES:
                 self.place = "host"
-        if self.place == "host":
-            return [torch.empty(live.shape, dtype=live.dtype, pin_memory=True) for live in lives]
-        return [torch.empty_like(live, memory_format=torch.preserve_format) for live in lives]
+        if self.place == "device":
+            try:
+                return [torch.empty_like(live, memory_format=torch.preserve_format) for live in lives]
+            except torch.OutOfMemoryError:  # what is free is in pieces
+                self.place = "host"
+        return [torch.empty(live.shape, dtype=live.dtype, pin_memory=True) for live in lives]
