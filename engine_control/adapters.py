@@ -7,7 +7,7 @@ a trainer's unmerged adapter, and requests of several adapters and of none are s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ import torch
 from engine_control.engine import ControlledEngine
 from engine_control.errors import (
     ConflictError,
-    EngineError,
     EngineFaultError,
     InvalidRequestError,
-    from_message,
 )
-from engine_control.rank import Outcome, RankCommand
+from engine_control.rank import Outcome, RankCommand, first_error
 from engine_control.refit.adapter import AdapterConfig, read_folder, unknown_adapter
 from engine_control.refit.backends.direct import direct_info
 from engine_control.state import ControlState
@@ -142,7 +140,7 @@ class AdapterConductor:
 
     def _prepare(self, call: Mapping[str, Any]) -> None:
         outcomes = self._ask("prepare_adapter", **call)
-        error = _first_error(outcomes)
+        error = first_error(outcomes)
         if error is None and any(outcome.value != outcomes[0].value for outcome in outcomes):
             error = EngineFaultError(
                 "the ranks received different adapters, or compute them in different ways; nothing was changed",
@@ -154,7 +152,7 @@ class AdapterConductor:
             raise error
 
     def _commit(self, name: str, version: str, source: str | None) -> None:
-        error = _first_error(self._ask("commit_adapter", version=version, source=source))
+        error = first_error(self._ask("commit_adapter", version=version, source=source))
         if error is not None:  # on some rank it may be the new one, on another the old one
             self._ask("unload_adapter", name=name)
             raise error
@@ -172,11 +170,7 @@ class AdapterConductor:
 
     def _everywhere(self, name: str, /, **arguments: Any) -> list[Any]:
         outcomes = self._ask(name, **arguments)
-        error = _first_error(outcomes)
+        error = first_error(outcomes)
         if error is not None:
             raise error
         return [outcome.value for outcome in outcomes]
-
-
-def _first_error(outcomes: Iterable[Outcome]) -> EngineError | None:
-    return next((from_message(o.error) for o in outcomes if o.error is not None), None)

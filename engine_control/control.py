@@ -17,6 +17,7 @@ from engine_control.engine import ControlledEngine
 from engine_control.errors import InvalidRequestError
 from engine_control.pause import Pause
 from engine_control.refit.conductor import RefitConductor
+from engine_control.refit.inspection import WeightInspection
 from engine_control.refit.target import RefitTarget
 from engine_control.sleep import Sleep
 from engine_control.state import ControlState
@@ -53,6 +54,7 @@ class Control:
         loop.gate = self.state
         self.commands: Mapping[str, Callable[..., object]] = {
             **_public(self.refit),
+            **_public(WeightInspection(engine, target, self.state)),
             **_public(self.adapters),
             **_public(self.pause),
             **_public(self.sleep),

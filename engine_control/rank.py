@@ -7,7 +7,7 @@ rank leaves that rank as it was, and answers with the error; rank 0 then has the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from engine_control.errors import (
     ErrorMessage,
     InvalidRequestError,
     RefitRefusedError,
+    from_message,
 )
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.adapter import AdapterConfig, AdapterStore
@@ -48,6 +49,19 @@ class Outcome(msgspec.Struct, frozen=True):
 
     value: Any = None
     error: ErrorMessage | None = None
+
+
+def first_error(outcomes: Iterable[Outcome]) -> EngineError | None:
+    """The error of the first rank that has one."""
+    return next((from_message(outcome.error) for outcome in outcomes if outcome.error is not None), None)
+
+
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What each rank answered; raises the first error."""
+    error = first_error(outcomes)
+    if error is not None:
+        raise error
+    return [outcome.value for outcome in outcomes]
 
 
 class RankEngine(Protocol):

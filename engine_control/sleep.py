@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_control.engine import ControlledEngine
-from engine_control.errors import ConflictError, EngineError, InvalidRequestError, from_message
-from engine_control.rank import Outcome, RankCommand
+from engine_control.errors import ConflictError, InvalidRequestError
+from engine_control.rank import Outcome, RankCommand, first_error
 from engine_control.state import ControlState
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -66,7 +66,7 @@ class Sleep:
         wanted = [t for t in self._wanted(tags) if t in self._state.released]
         outcomes = self._ask("resume", tags=wanted) if wanted else []
         undefined = self._note_undefined(outcomes)
-        failed = _first_error(outcomes)
+        failed = first_error(outcomes)
         if failed is not None:
             self._ask("release", tags=wanted, backup=True)  # on ranks that had room; the others are released as it is
             raise failed
@@ -83,7 +83,7 @@ class Sleep:
     def _release(self, tags: list[str], backup: bool | None) -> dict[str, Any]:
         keep = self._backup if backup is None else backup
         outcomes = self._ask("release", tags=tags, backup=keep) if tags else []
-        failed = _first_error(outcomes)
+        failed = first_error(outcomes)
         if failed is not None:
             self._note_undefined(self._ask("resume", tags=tags))
             self._state.apply()
@@ -117,7 +117,3 @@ class Sleep:
 
     def _ask(self, name: str, **arguments: Any) -> list[Outcome]:
         return self._engine.everywhere(RankCommand(name, arguments))
-
-
-def _first_error(outcomes: Sequence[Outcome]) -> EngineError | None:
-    return next((from_message(o.error) for o in outcomes if o.error is not None), None)

@@ -162,6 +162,13 @@ class ControlState:
 
         return Pending(ready=lambda: not self.engine.running_requests(), finish=finish)
 
+    def refuse_asleep(self) -> None:
+        """Raises `ConflictError` while the weights' memory is released."""
+        if self.asleep:
+            raise ConflictError(
+                "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
+            )
+
     def mend(self, modules: Iterable[str]) -> None:
         """Those modules are whole again."""
         self.broken -= frozenset(modules)

@@ -17,9 +17,8 @@ from engine_control.errors import (
     EngineFaultError,
     InvalidRequestError,
     WeightSessionError,
-    from_message,
 )
-from engine_control.rank import Outcome, RankCommand
+from engine_control.rank import Outcome, RankCommand, first_error, values_of
 from engine_control.refit.manifest import read_manifest
 from engine_control.refit.target import RefitTarget
 from engine_control.state import ControlState, OpenSession
@@ -61,7 +60,6 @@ class RefitConductor:
         self._loop = loop
         self._implicit = implicit_sessions
         self._timeout_s = session_timeout_s
-        self._snapshot: dict[str, str] | None = None
         self.history: deque[WeightUpdate] = deque(maxlen=HISTORY)
         self.count = 0
 
@@ -86,7 +84,7 @@ class RefitConductor:
             ConflictError: another controller's is; or the weights' memory is released.
         """
         self._refuse_second(session_id)
-        self._refuse_asleep()
+        self._state.refuse_asleep()
         read_manifest(manifest)
         modules = self._modules(selector, target_modules)
         if abort_all_requests:
@@ -94,7 +92,7 @@ class RefitConductor:
 
         def open_now() -> dict[str, Any]:
             self._refuse_second(session_id)
-            self._refuse_asleep()
+            self._state.refuse_asleep()
             answer = self._begin(modules, partial=partial, staged=staged, session_id=session_id)
             self._owned(session_id).manifest = manifest
             return answer
@@ -156,8 +154,9 @@ class RefitConductor:
     ) -> object:
         """Puts back, bit for bit, the base of every weight that a `lora_merge` has changed (in those modules, or in
         all). Within the open session, or without one as a session of its own. `tensors` says how many there were."""
-        self._refuse_asleep()
-        modules = [m for m in self._everywhere("merged_weights")[0] if target_modules is None or m in target_modules]
+        self._state.refuse_asleep()
+        merged = values_of(self._ask("merged_weights"))[0]
+        modules = [m for m in merged if target_modules is None or m in target_modules]
         if not modules:
             return {**SUCCESS, "message": "Nothing was merged.", "tensors": 0, "bytes": 0}
         call = {"modules": modules}
@@ -192,14 +191,14 @@ class RefitConductor:
 
     def init_weight_transfer(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
         """Has every rank open a channel of that transport."""
-        self._everywhere("init_transport", transport=transport, info=dict(info))
+        values_of(self._ask("init_transport", transport=transport, info=dict(info)))
         return {"success": True, "message": "Weight transfer initialized"}
 
     def shutdown_weight_transfer(self, transport: str, info: Mapping[str, Any]) -> dict[str, Any]:
         """Has every rank close it."""
         if self._state.session is not None:
             raise ConflictError("a weight-update session is open", hint="End or abort it first.")
-        self._everywhere("shutdown_transport", transport=transport, info=dict(info))
+        values_of(self._ask("shutdown_transport", transport=transport, info=dict(info)))
         return {"success": True, "message": "Weight transfer shut down"}
 
     def update_weight_version(self, new_version: str, *, abort_all_requests: bool = False) -> dict[str, Any]:
@@ -208,69 +207,6 @@ class RefitConductor:
             self._loop.abort_requests(self._engine.request_ids())
         self._engine.weight_version = new_version
         return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
-
-    def get_weights_checksum(self, module_names: Sequence[str] | None = None) -> dict[str, str]:
-        """SHA-256 of each module, equal on all ranks.
-
-        Raises:
-            EngineFaultError: the ranks hold different weights.
-        """
-        self._refuse_asleep()
-        found = self._everywhere("checksum", modules=None if module_names is None else list(module_names))
-        for rank, other in enumerate(found[1:], start=1):
-            if other != found[0]:
-                raise EngineFaultError(f"rank {rank} holds other weights than rank 0", code="ranks_disagree")
-        sums: dict[str, str] = found[0]
-        return sums
-
-    def check_tensors(self, target_module: str, expected_named_tensors_sha256: Mapping[str, str]) -> dict[str, Any]:
-        """Compares SHA-256 hashes of single tensors on every rank."""
-        self._refuse_asleep()
-        self._everywhere("check_tensors", module=target_module, expected=dict(expected_named_tensors_sha256))
-        return {"success": True, "message": f"{len(expected_named_tensors_sha256)} tensors are equal"}
-
-    def get_weights_by_name(self, name: str, *, truncate_size: int = 100, module: str | None = None) -> object:
-        """The first `truncate_size` rows of a weight, as lists of numbers."""
-        self._refuse_asleep()
-        return self._everywhere("weights_by_name", name=name, truncate_size=truncate_size, module=module)[0]
-
-    def weights_checker(self, action: str = "checksum", *, baseline: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """`checksum` of every tensor; `snapshot` keeps them; `compare` says which differ from the snapshot (or from
-        `baseline`); `reset_tensors` sets the weights to zero, so that only a complete update can bring them back."""
-        self._refuse_asleep()
-        if action == "reset_tensors":
-            if self._state.session is not None:
-                raise ConflictError("a weight-update session is open", hint="End or abort it first.")
-            modules = list(self._target.default_modules("all"))
-            self._everywhere("reset_tensors", modules=modules)
-            self._state.broken |= frozenset(modules)
-            self._state.apply()
-            return dict(SUCCESS)
-        if action not in ("checksum", "snapshot", "compare"):
-            raise InvalidRequestError(
-                f"unknown action {action!r}",
-                field="action",
-                value=action,
-                hint="Known: checksum, snapshot, reset_tensors, compare.",
-            )
-        sums: dict[str, str] = self._everywhere("tensor_checksums")[0]
-        if action == "snapshot":
-            self._snapshot = sums
-            return dict(SUCCESS)
-        if action == "checksum":
-            return {**SUCCESS, "checksums": sums}
-        wanted = self._snapshot if baseline is None else dict(baseline)
-        if wanted is None:
-            raise InvalidRequestError("there is nothing to compare with", hint="Take a snapshot, or send a baseline.")
-        differing = sorted(n for n in sums.keys() | wanted.keys() if sums.get(n) != wanted.get(n))
-        if differing:
-            raise InvalidRequestError(
-                f"{len(differing)} tensors differ, such as {differing[0]}",
-                code="weights_differ",
-                field=differing[0],
-                value=", ".join(differing),
-            )
-        return {**SUCCESS, "checksums": sums, "mismatches": []}
 
     def weight_modules(self) -> dict[str, Any]:
         """The modules that can be refitted, and those that a session is about that names none."""
@@ -289,9 +225,9 @@ class RefitConductor:
         lost = state.broken & frozenset(modules)
         arguments = {"modules": list(modules), "partial": partial and not lost, "staged": staged, "undo": not lost}
         outcomes = self._ask("begin", **arguments)
-        if _first_error(outcomes) is not None:
+        if first_error(outcomes) is not None:
             self._ask("undo")
-            self._raise_first(outcomes)
+            values_of(outcomes)
         state.session = OpenSession(
             id=session_id or uuid.uuid4().hex,
             owner=session_id,
@@ -325,7 +261,7 @@ class RefitConductor:
 
     def _update(self, command: str, call: Mapping[str, Any]) -> dict[str, Any]:
         outcomes = self._ask(command, **call)
-        error = _first_error(outcomes)
+        error = first_error(outcomes)
         if error is not None:
             self._ask("undo_last_call")
             session = self._owned_or_none()
@@ -349,9 +285,9 @@ class RefitConductor:
 
     def _end(self, manifest: Mapping[str, Any] | None, *, flush: bool) -> dict[str, Any]:
         outcomes = self._ask("verify", manifest=None if manifest is None else dict(manifest))
-        if _first_error(outcomes) is not None:
+        if first_error(outcomes) is not None:
             self._abort("it could not be verified")
-            self._raise_first(outcomes)
+            values_of(outcomes)
         verified: dict[str, Any] = outcomes[0].value
         if any(outcome.value != verified for outcome in outcomes):
             self._abort("the ranks received different weights")
@@ -365,12 +301,12 @@ class RefitConductor:
 
     def _commit(self, *, flush: bool) -> None:
         outcomes = self._ask("commit", flush=flush)
-        if _first_error(outcomes) is None:
+        if first_error(outcomes) is None:
             return
         everywhere = all(outcome.error is not None for outcome in outcomes)
-        undone = everywhere and _first_error(self._ask("undo")) is None
+        undone = everywhere and first_error(self._ask("undo")) is None
         self._close(None if undone else "a commit failed on some ranks, or could not be undone")
-        self._raise_first(outcomes)
+        values_of(outcomes)
 
     def _committed(self, verified: Mapping[str, Any]) -> dict[str, Any]:
         session = self._owned_or_none()
@@ -389,7 +325,7 @@ class RefitConductor:
         """Undoes the open session on every rank, and closes it."""
         session = self._owned_or_none()
         assert session is not None
-        failed = _first_error(self._ask("undo"))
+        failed = first_error(self._ask("undo"))
         if failed is not None:
             self._close(f"an update could not be undone: {failed.message}")
         elif not session.can_undo:
@@ -421,12 +357,6 @@ class RefitConductor:
             )
         )
 
-    def _refuse_asleep(self) -> None:
-        if self._state.asleep:
-            raise ConflictError(
-                "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
-            )
-
     def _refuse_second(self, session_id: str | None) -> None:
         session = self._state.session
         if session is None:
@@ -456,20 +386,6 @@ class RefitConductor:
 
     def _ask(self, name: str, /, **arguments: Any) -> list[Outcome]:
         return self._engine.everywhere(RankCommand(name, arguments))
-
-    def _everywhere(self, name: str, /, **arguments: Any) -> list[Any]:
-        outcomes = self._ask(name, **arguments)
-        self._raise_first(outcomes)
-        return [outcome.value for outcome in outcomes]
-
-    def _raise_first(self, outcomes: Sequence[Outcome]) -> None:
-        error = _first_error(outcomes)
-        if error is not None:
-            raise error
-
-
-def _first_error(outcomes: Sequence[Outcome]) -> EngineError | None:
-    return next((from_message(o.error) for o in outcomes if o.error is not None), None)
 
 
 def _spoiled(session: OpenSession) -> WeightSessionError:
