@@ -47,7 +47,7 @@ from engine_control.refit.manifest import manifest_of
 from engine_control.refit.payload.safetensors_format import file_bytes
 
 VERSIONS = 5
-SESSION_TIMEOUT_S = 0.5
+SESSION_TIMEOUT_S = 1.5
 RESTART_TIMEOUT_S = 120.0
 GROWTH = {"resident_bytes": 16 * 2**20, "file_descriptors": 0, "dev_shm_files": 0}
 WARM_CYCLES = 10  # of which allocators keep something
@@ -235,15 +235,20 @@ def session(run: Campaign, wanted: int, change: Callable[[Any, list[Bucket]], It
             post(run, content, owner)
         run.client.end_weight_update(session_id=owner, weight_version=f"{run.committed + 1}:{wanted}")
     except EngineError:
-        with suppress(EngineError):
-            run.client.abort_weight_update(session_id=owner)
+        give_up(run, owner)
         return False
     except httpx.HTTPError:
-        run.client.abort_weight_update(session_id=owner)
+        give_up(run, owner)
         return False
     if not good:
         run.undetected.append({"fault": "a faulty refit was committed", "found": ["committed"]})
     return True
+
+
+def give_up(run: Campaign, owner: str) -> None:
+    """Afterwards no session of that owner is open, whoever ended it."""
+    with suppress(EngineError):
+        run.client.abort_weight_update(session_id=owner)
 
 
 def post(run: Campaign, content: bytes, owner: str | None) -> None:
@@ -279,7 +284,7 @@ def cut_connection(run: Campaign, wanted: int) -> bool:
     url = httpx.URL(run.service.url)
     with socket.create_connection((url.host, url.port or 80)) as connection:
         connection.sendall(head.encode() + content[: run.choose.randrange(len(content))])
-    run.client.abort_weight_update(session_id=owner)
+    give_up(run, owner)
     return False
 
 

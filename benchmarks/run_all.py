@@ -24,6 +24,7 @@ NAMES = (
     "encoding",
     "memory",
     "memory_saver",
+    "refit",
     "ranks",
     "ratio_deviation",
 )

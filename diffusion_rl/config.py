@@ -70,7 +70,8 @@ class EngineConfig:
     weight_version: what the weights that are loaded first are called.
     control: how the control layer (refit, pause, sleep) behaves.
     memory_saver: with `control.enable_memory_saver`, how memory is given back: `host` swaps storage on any device,
-        `vmm` (torch-memory-saver) keeps addresses on a GPU; `auto` is `vmm` where it works.
+        `vmm` (torch-memory-saver) keeps addresses on a GPU, but ends the process when such memory is freed, so only for
+        a service; `auto` is `host`, which was as fast when measured.
     weight_load_formats: import paths (`package.module:function`) of loaders that weight updates may name.
     weight_transfer_timeout_s: how long a weight sender may keep the engine waiting.
     """

@@ -20,6 +20,7 @@ from benchmarks import (
     bench_prefix_sharing,
     bench_ranks,
     bench_ratio_deviation,
+    bench_refit,
     bench_rollout,
     bench_step_batching,
     profile_step,
@@ -56,6 +57,7 @@ SMALLEST = {
     ),
     "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
     "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
+    "refit": (bench_refit.main, "--device cpu --arms packed,disk"),
     "memory_saver": (bench_memory_saver.main, "--gib 0.01 --tensors 3 --device cpu"),
     "memory": (
         bench_memory.main,

@@ -22,16 +22,13 @@ CYCLES = 100
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=["host", "vmm"])
-def pipeline(request: pytest.FixtureRequest, tiny_sd3_folder: Path) -> Iterator[RolloutPipeline]:
-    if request.param == "vmm":
-        pytest.importorskip("torch_memory_saver")
+@pytest.fixture
+def pipeline(tiny_sd3_folder: Path) -> Iterator[RolloutPipeline]:
     config = EngineConfig(
         str(tiny_sd3_folder),
         dtype="bfloat16",
         device="cuda",
         control=ControlConfig(enable_memory_saver=True),
-        memory_saver=request.param,
     )
     with RolloutPipeline.from_config(config) as made:
         yield made

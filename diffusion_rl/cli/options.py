@@ -138,8 +138,7 @@ Mechanism = Annotated[
     Literal["auto", "host", "vmm"],
     _control(
         "--memory-saver",
-        text="How: host swaps storage on any device; vmm (torch-memory-saver) keeps addresses on a GPU; auto is vmm "
-        "where it works.",
+        text="How: host swaps storage on any device; vmm (torch-memory-saver) keeps addresses on a GPU; auto is host.",
     ),
 ]
 WeightsBackup = Annotated[

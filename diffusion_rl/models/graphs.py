@@ -57,6 +57,7 @@ class CudaGraphs:
         self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
         self._seen: OrderedDict[GraphKey, None] = OrderedDict()
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
 
     def __call__(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
         device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
@@ -104,7 +105,9 @@ class CudaGraphs:
         arguments = {**inputs, **static}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        if self._side is None:  # one for all captures: libraries keep a workspace for every stream that they have seen
+            self._side = torch.cuda.Stream()
+        side, graph = self._side, torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
@@ -112,7 +115,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(side)
         try:
             # Errors of this thread alone: another one may copy a reply meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 velocity = eager(transformer, plan, arguments)
         except RuntimeError:
             logger.warning("a forward can't be captured as a CUDA graph; it runs eagerly", exc_info=True)

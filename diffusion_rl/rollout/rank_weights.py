@@ -14,7 +14,6 @@ from diffusion_rl.rollout.adapters import Adapters
 from diffusion_rl.rollout.certification import cache_of
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from engine_control.config import RankSettings
-from engine_control.errors import InvalidRequestError
 from engine_control.memory.base import MemoryMechanism, mechanisms
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import ModuleTarget
@@ -84,9 +83,4 @@ def rank_settings(config: EngineConfig, rank: int) -> RankSettings:
 def _mechanism(config: EngineConfig, device: torch.device) -> MemoryMechanism:
     if config.memory_saver != "auto":
         return mechanisms.get(config.memory_saver)(device)
-    if config.control.enable_memory_saver and device.type == "cuda":
-        try:
-            return mechanisms.get("vmm")(device)
-        except InvalidRequestError:
-            pass
     return mechanisms.get("host")(device)
