@@ -76,13 +76,15 @@ def _tree_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = torch.zeros(chunks * FAN_IN * FAN_IN, COLUMNS, dtype=torch.int32, device=tensors[0].device)
     rests: list[torch.Tensor] = []  # bytes that aren't whole rows where they lie
     places: list[torch.Tensor] = []  # of their sums
-    row = 0
+    row, factors = 0, _factors(first.device)
     for tensor in tensors:
         data = _bytes(tensor)
-        whole = data.numel() // ROW if data.data_ptr() % ALIGNED == 0 else 0
+        count = len(data)
+        whole = count // ROW if data.data_ptr() % ALIGNED == 0 else 0
         if whole:
-            _multiply(data[: whole * ROW].view(torch.int8).view(whole, ROW), out=first[row : row + whole])
-        if whole * ROW < data.numel():
+            rows = (data if whole * ROW == count else data[: whole * ROW]).view(whole, ROW)
+            torch._int_mm(rows, factors, out=first[row : row + whole])
+        if whole * ROW < count:
             rests.append(data[whole * ROW :])
             places.append(first[row + whole : row + _rows(tensor)])
         row += _chunks(tensor) * FAN_IN * FAN_IN
@@ -94,10 +96,10 @@ def _tree_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _rows_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """`[rows, COLUMNS]` int32: the sums of flat bytes, each part padded to whole rows with zeros."""
     counts = [_rows(part) for part in parts]
-    staged = torch.zeros(max(sum(counts), FEWEST_ROWS) * ROW, dtype=torch.uint8, device=parts[0].device)
+    staged = torch.zeros(max(sum(counts), FEWEST_ROWS) * ROW, dtype=torch.int8, device=parts[0].device)
     starts = itertools.accumulate(counts, initial=0)
     torch._foreach_copy_([staged[s * ROW : s * ROW + len(p)] for p, s in zip(parts, starts, strict=False)], list(parts))
-    return _multiply(staged.view(torch.int8).view(-1, ROW))[: sum(counts)]
+    return _multiply(staged.view(-1, ROW))[: sum(counts)]
 
 
 def _next_level(sums: torch.Tensor) -> torch.Tensor:
@@ -108,12 +110,9 @@ def _next_level(sums: torch.Tensor) -> torch.Tensor:
     return _multiply(rows)
 
 
-def _multiply(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _multiply(rows: torch.Tensor) -> torch.Tensor:
     """`[n, ROW]` int8 to `[n, COLUMNS]` int32, exactly: a sum is at most 1024 * 128 * 63."""
-    if out is None:
-        out = torch.empty(len(rows), COLUMNS, dtype=torch.int32, device=rows.device)
-    torch._int_mm(rows, _factors(rows.device).t(), out=out)
-    return out
+    return torch._int_mm(rows, _factors(rows.device))
 
 
 def _rows(tensor: torch.Tensor) -> int:
@@ -153,17 +152,18 @@ def module_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Flat int8, in row-major order; a view if it lies so."""
+    return tensor.detach().contiguous().view(-1).view(torch.int8)
 
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """`[COLUMNS, ROW]` odd int8 numbers from -63 to 63, by splitmix64, the same on every device."""
+    """`[ROW, COLUMNS]` odd int8 numbers from -63 to 63, by splitmix64, the same on every device."""
     state = torch.arange(1, COLUMNS * ROW + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ _shifted(state, shift)) * _signed(factor)
     drawn = _shifted(state ^ _shifted(state, 31), 58)  # 0 to 63
-    return (2 * drawn - LARGEST).to(torch.int8).view(COLUMNS, ROW).to(device)
+    return (2 * drawn - LARGEST).to(torch.int8).view(COLUMNS, ROW).to(device).t()
 
 
 def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:

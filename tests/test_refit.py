@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -482,3 +483,25 @@ def test_the_fast_digest_covers_all_of_a_large_tensor_and_its_shape_and_dtype() 
     assert checksum.device_digests([("t", swapped)])["t"] != digest
     assert checksum.device_digests([("t", tensor.view(torch.float32))])["t"] != digest
     assert checksum.device_digests([("t", tensor[None])])["t"] != digest
+
+
+def test_the_fast_digest_is_the_one_that_its_text_describes() -> None:
+    factors = checksum._factors(torch.device("cpu")).long()
+    assert torch.equal(factors % 2, torch.ones_like(factors))
+    assert (int(factors.min()), int(factors.max())) == (-63, 63)
+    for count, dtype in (
+        (0, torch.uint8),
+        (1, torch.uint8),
+        (1 << 15, torch.int8),
+        (20_001, torch.int16),
+        (1_100_001, torch.int8),
+    ):
+        tensor = torch.arange(count).mul(2654435761).to(dtype)
+        level, small = tensor.view(torch.int8), tensor.nbytes <= 1 << 15
+        level = torch.nn.functional.pad(level, (0, -level.numel() % (1024 if small else 1 << 20)))
+        for _ in range(1 if small else 3):
+            level = (level.view(-1, 1024).long() @ factors).int().view(-1).view(torch.int8)
+        head = f"{dtype}[{count}]".encode()
+        wanted = hashlib.blake2b(head + level.numpy().tobytes(), digest_size=16).hexdigest()
+        assert checksum.device_digests([("t", tensor)]) == {"t": wanted}
+    assert wanted == "0cdb69fc6d04c78d604d3f2e3696c2d3"

@@ -25,6 +25,7 @@ import torch
 from engine_control.errors import EngineError, InvalidRequestError, RefitRefusedError
 from engine_control.refit.backends import TransportContext, WeightTransport, transports
 from engine_control.refit.backends._group import BroadcastError
+from engine_control.refit.backends._mapping import HostBuffer
 from engine_control.refit.backends.distributed import WeightSender, _chunks
 from engine_control.refit.backends.ipc import IpcSender
 from engine_control.refit.backends.tensor import safetensors_payload, serialize_named_tensors
@@ -723,6 +724,18 @@ def test_the_next_sender_takes_the_place_of_the_last_one(ranks: list[Rank]) -> N
         assert answer["value"] == as_sent({"w": torch.full((3,), value)})
         assert answer["mapped"] == 1
     ranks[0].do("shutdown", "ipc", {})
+
+
+def test_a_sender_that_says_the_same_again_is_read_again_and_another_place_is_noticed() -> None:
+    receiver, weights = transport("ipc"), torch.arange(8.0)
+    buffer = HostBuffer(1024)
+    entry = {"module": None, "name": "w", "dtype": "float32", "shape": [8], "offset": 0}
+    for value, offset in ((1.0, 0), (2.0, 0), (3.0, 512), (4.0, 2), (5.0, 2)):  # 2 is not aligned, so it is a copy
+        buffer.bytes[offset : offset + 32] = (weights * value).view(torch.uint8)
+        info = {"buffer": buffer.handle, "tensors": [{**entry, "offset": offset}]}
+        assert_same(receiver.receive(json.loads(json.dumps(info))), {"w": weights * value})
+    receiver.close()
+    buffer.close()
 
 
 def test_a_tensor_larger_than_a_half_is_an_error_at_the_sender() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -66,8 +67,14 @@ class TorchMemorySaver(MemoryMechanism):
         """Copies what was allocated outside of the tag's region into it."""
         with self.region(tag):
             pass
-        segments = self._segments(tag)
-        strays = [t for t in tensors if not any(_lies_in(t.untyped_storage().data_ptr(), s) for s in segments)]
+        segments = sorted(self._segments(tag), key=lambda segment: int(segment["address"]))
+        starts = [int(segment["address"]) for segment in segments]
+
+        def lies_here(address: int) -> bool:
+            before = bisect_right(starts, address) - 1
+            return before >= 0 and _lies_in(address, segments[before])
+
+        strays = [t for t in tensors if not lies_here(t.untyped_storage().data_ptr())]
         if strays:
             with self.region(tag):
                 move(strays, self._allocate)

@@ -18,7 +18,7 @@ from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
 from engine_control.refit.manifest import Manifest, check_against
 from engine_control.refit.target import RefitTarget
-from engine_control.refit.undo import Key, UndoLog
+from engine_control.refit.undo import Key, UndoLog, copy_all
 
 Applied = tuple[Key, torch.Tensor]
 UndoPlace = Literal["device", "host", "shadow", "none"]
@@ -196,7 +196,7 @@ class RefitSession:
             return
         if self._undo is not None:
             self._undo.keep([(key, live) for key, live, _ in pieces])
-        torch._foreach_copy_([live for _, live, _ in pieces], [new for _, _, new in pieces])
+        copy_all([live for _, live, _ in pieces], [new for _, _, new in pieces])
 
     def _checked(self, item: WeightItem) -> Key:
         """The tensor's key, if it may be written."""

@@ -10,6 +10,7 @@ import torch
 Key = tuple[str, str]
 """A module's name and a tensor's."""
 
+ALONE_BYTES = 8 << 20  # of a tensor from which on a copy of its own is the faster one
 DEVICE_MARGIN_BYTES = 1 << 30  # of a GPU's free memory, left to everything else
 
 
@@ -24,7 +25,7 @@ class UndoLog:
         """Copies each live tensor; call it before they are written."""
         lives = [live for _, live in pieces]
         copies = self._room_for(lives)
-        torch._foreach_copy_(copies, lives)
+        copy_all(copies, lives)
         for (key, live), copy in zip(pieces, copies, strict=True):
             self._old.setdefault(key, []).append((live, copy))
 
@@ -51,3 +52,16 @@ class UndoLog:
             except torch.OutOfMemoryError:  # what is free is in pieces
                 self.place = "host"
         return [torch.empty(live.shape, dtype=live.dtype, pin_memory=True) for live in lives]
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target: the small ones by common launches, which reach three quarters of the rate
+    that a large copy has."""
+    small: list[int] = []
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if target.nbytes >= ALONE_BYTES:
+            target.copy_(source)
+        else:
+            small.append(index)
+    if small:
+        torch._foreach_copy_([targets[index] for index in small], [sources[index] for index in small])

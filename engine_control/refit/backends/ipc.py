@@ -150,9 +150,10 @@ class IpcTransport(WeightTransport):
             raise RefitRefusedError(
                 f"not a handle for each of {len(announced)} tensors", field=HANDLES, hint="List one object for each."
             )
+        own = self._own()
         kept: dict[str, torch.Tensor] = {}  # one tensor of each memory, which stays mapped until all have been read
         for tensor, by_gpu in zip(announced, handles, strict=True):
-            arguments = self._of_gpu(by_gpu)
+            arguments = self._of_gpu(by_gpu, own)
             opened = open_cuda(arguments)
             kept.setdefault(str(arguments[7]), opened)
             if opened.dtype != tensor.dtype or tuple(opened.shape) != tensor.shape:
@@ -167,7 +168,7 @@ class IpcTransport(WeightTransport):
         sizes = info.get("tensor_sizes")
         if sizes is not None and list(sizes) != [tensor.nbytes for tensor in announced]:
             raise RefitRefusedError("not the bytes of the tensors", field="tensor_sizes", value=sizes)
-        arguments = self._of_gpu(handles)
+        arguments = self._of_gpu(handles, self._own())
         key = (str(arguments[7]), arguments[9])
         buffer = as_bytes(self._buffer(key, lambda: open_cuda(arguments)))
         start = 0
@@ -176,9 +177,14 @@ class IpcTransport(WeightTransport):
             yield tensor.name, check_booleans(piece(buffer, start, tensor.dtype, tensor.shape), name=tensor.name)
             start += tensor.nbytes
 
-    def _of_gpu(self, by_gpu: object) -> Sequence[Any]:
+    def _own(self) -> tuple[str | None, int]:
+        """This rank's GPU: its UUID, and the index that it has in this process."""
+        device = self.context.device
+        return device_uuid(device), torch.cuda.current_device() if device.index is None else device.index
+
+    def _of_gpu(self, by_gpu: object, gpu: tuple[str | None, int]) -> Sequence[Any]:
         """The handle's arguments for this rank's GPU, on the device as this process knows it."""
-        own = device_uuid(self.context.device)
+        own, index = gpu
         if not isinstance(by_gpu, Mapping):
             raise RefitRefusedError("not handles by GPU", field=HANDLES, hint="Send {gpu_uuid: arguments}.")
         found = {plain_uuid(uuid): arguments for uuid, arguments in by_gpu.items()}
@@ -192,7 +198,7 @@ class IpcTransport(WeightTransport):
         arguments = found[own]
         if isinstance(arguments, str) or not isinstance(arguments, Sequence) or len(arguments) != 15:
             raise RefitRefusedError("not the 15 arguments of a CUDA IPC handle", field=HANDLES)
-        return [*arguments[:6], own, *arguments[7:]]
+        return [*arguments[:6], index, *arguments[7:]]
 
 
 def _entries(tensors: object) -> Sequence[Any]:
