@@ -3,6 +3,7 @@ as JSON on its standard input. Imports no FastAPI."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -37,6 +38,8 @@ def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSa
     loop = StepLoop(engine)
     control = engine.controlled_by(loop)
     loop.register("describe", lambda arguments: {**engine.describe(), "control": control.state.describe()})
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection walks it again, in the middle of a step or a refit
     return loop, engine.describe()
 
 

@@ -61,12 +61,13 @@ class ModuleTarget:
         self._modules = dict(modules)
         self._main = tuple(main) if main is not None else tuple(modules)
         self._found: dict[str, _Weights] = {}  # while a session is open; at other times weights may be moved
+        self._infos = {
+            name: {key: TensorInfo(tuple(t.shape), t.dtype) for key, t in module.state_dict().items()}
+            for name, module in self._modules.items()
+        }
 
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        return {
-            name: {key: TensorInfo(tuple(t.shape), t.dtype) for key, t in self._weights(name).live.items()}
-            for name in self._modules
-        }
+        return self._infos
 
     def default_modules(self, selector: str) -> Sequence[str]:
         if selector in ("all", "target"):
