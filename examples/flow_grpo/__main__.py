@@ -1,6 +1,6 @@
 """Trains the embedded model with FlowGRPO against a rollout service, and says what it gained.
 
-    python -m examples.flow_grpo                        # a service of its own; under 15 minutes on two CPU cores
+    python -m examples.flow_grpo                        # a service of its own; about 15 minutes on two CPU cores
     python -m examples.flow_grpo --shuffle-rewards      # the control: nothing to learn, no gain
     python -m examples.flow_grpo --resume --epochs 200  # goes on from the last epoch's checkpoint
 
