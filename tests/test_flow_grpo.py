@@ -39,7 +39,7 @@ from examples.flow_grpo.rollouts import plan_of, service_of
 from examples.flow_grpo.settings import Places, Settings
 from examples.flow_grpo.update import NotExactError, advantages_of
 
-TINY = Settings(epochs=2, prompts=2, group=2, steps=4, sde_steps=2, held_out=4, decay=False)
+TINY = Settings(epochs=2, prompts=2, group=4, steps=4, sde_from=1, sde_to=1, held_out=4, decay=False)
 keys = st.builds(GroupKey, **{name: st.integers(0, 2**bits - 1) for name, bits in BITS.items()})
 
 
@@ -181,7 +181,7 @@ def test_a_short_training_raises_the_reward_and_every_ratio_begins_at_exactly_on
     assert all(epoch.ratios_exactly_one == epoch.ratios == 4 * 16 * 2 for epoch in seen)
     assert seen[0].kl == 0.0 < seen[-1].kl  # the first policy is the reference
     before, after = (done.evaluations[when]["own"] for when in ("before", "after"))
-    assert after["reward"] > before["reward"] + 0.02
+    assert after["reward"] > before["reward"] + 0.08  # with the loss turned round it falls, for three seeds
     assert client.weight_version() == "8"
     report = report_of(done)
     assert report["ratios"] == {"before_first_step": 1024, "exactly_one": 1024}

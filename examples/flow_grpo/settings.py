@@ -41,7 +41,7 @@ class Settings:
     """See `NOTES`, one line a field; they are the command line's help."""
 
     seed: int = 0
-    epochs: int = 150
+    epochs: int = 100
     minutes: float = 0.0
     prompts: int = 16
     group: int = 16
@@ -49,17 +49,17 @@ class Settings:
     focus: bool = True
     steps: int = 6
     sde_steps: int = 2
-    sde_from: int = 1
+    sde_from: int = 2
     sde_to: int = 2
-    noise_level: float = 1.2
+    noise_level: float = 1.0
     guidance: float = 1.0
     same_noise: bool = True
-    lr: float = 1e-4
+    lr: float = 8e-5
     decay: bool = True
-    advantage_scale: Literal["group", "batch", "none"] = "batch"
+    advantage_scale: Literal["group", "batch", "none"] = "group"
     updates: int = 1
     clip_range: float = 1e-3
-    kl: float = 0.05
+    kl: float = 0.02
     max_grad_norm: float = 1.0
     micro_batch: int = 32
     lora: int = 0
