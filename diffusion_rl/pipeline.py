@@ -17,6 +17,7 @@ from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
+from engine_control.closing import Closing
 from engine_control.errors import EnginePausedError
 from engine_control.methods import ControlMethods
 from engine_control.step_loop import StepLoop
@@ -24,7 +25,7 @@ from engine_control.step_loop import StepLoop
 Progress = Callable[[int, int], None]
 
 
-class RolloutPipeline(ControlMethods):
+class RolloutPipeline(ControlMethods, Closing):
     """Rolls out prompts and keeps what an RL trainer needs.
 
     One pipeline is one engine; it is not thread-safe. `ControlMethods` refits it, pauses it and puts it to sleep. Calls
@@ -66,12 +67,6 @@ class RolloutPipeline(ControlMethods):
     def close(self) -> None:
         """Ends the other ranks, if there are any; the pipeline rolls out nothing afterwards."""
         self._closing()
-
-    def __enter__(self) -> RolloutPipeline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def engine(self) -> RolloutEngine:

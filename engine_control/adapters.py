@@ -14,11 +14,10 @@ import torch
 
 from engine_control.engine import ControlledEngine
 from engine_control.errors import (
-    ConflictError,
     EngineFaultError,
     InvalidRequestError,
 )
-from engine_control.rank import Outcome, RankCommand, first_error
+from engine_control.rank import Outcome, RankCommand, first_error, values_of
 from engine_control.refit.adapter import AdapterConfig, read_folder, unknown_adapter
 from engine_control.refit.backends.direct import direct_info
 from engine_control.state import ControlState
@@ -97,7 +96,7 @@ class AdapterConductor:
             self._loop.abort_requests(self._engine.request_ids())
 
         def unload() -> dict[str, Any]:
-            self._everywhere("unload_adapter", name=lora_name)
+            values_of(self._ask("unload_adapter", name=lora_name))
             return self._answer()
 
         return self._state.when_drained(unload)
@@ -125,17 +124,13 @@ class AdapterConductor:
             self._loop.abort_requests(self._engine.request_ids())
 
         def load() -> dict[str, Any]:
-            if self._state.asleep:
-                raise ConflictError(
-                    "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
-                )
+            self._state.refuse_asleep()
             self._prepare(call)
             self._commit(name, version or str(self._loads[name] + 1), source)
             self._loads[name] += 1
             return self._answer() | {"lora_name": name, "lora_version": self._loaded()[name]["version"]}
 
-        frozen = self._state.pause is not None and not self._state.may_step()
-        at_once = in_place or frozen or name not in self._loaded()
+        at_once = in_place or self._state.frozen or name not in self._loaded()
         return load() if at_once else self._state.when_drained(load)
 
     def _prepare(self, call: Mapping[str, Any]) -> None:
@@ -162,15 +157,8 @@ class AdapterConductor:
         return {"success": True, "message": "Success", "loaded_adapters": loaded}
 
     def _loaded(self) -> dict[str, Any]:
-        adapters: dict[str, Any] = self._everywhere("adapters")[0]
+        adapters: dict[str, Any] = values_of(self._ask("adapters"))[0]
         return adapters
 
     def _ask(self, name: str, /, **arguments: Any) -> list[Outcome]:
         return self._engine.everywhere(RankCommand(name, arguments))
-
-    def _everywhere(self, name: str, /, **arguments: Any) -> list[Any]:
-        outcomes = self._ask(name, **arguments)
-        error = first_error(outcomes)
-        if error is not None:
-            raise error
-        return [outcome.value for outcome in outcomes]

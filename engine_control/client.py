@@ -12,12 +12,12 @@ import contextlib
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import httpx
 import torch
 
+from engine_control.closing import Closing
 from engine_control.errors import ConflictError, EngineError, ErrorMessage, InvalidRequestError, from_message
 
 NamedTensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -27,7 +27,7 @@ PIECE_BYTES = 1024**2  # of a body, handed to the socket at once
 RAW_TYPE = "application/vnd.safetensors"
 
 
-class ControlClient:
+class ControlClient(Closing):
     """Talks to one engine. Commands take as long as they take: there is no time-out unless one is given.
 
     Every method raises the `EngineError` that the engine raised, and `httpx.TransportError` if it can't be reached.
@@ -242,14 +242,6 @@ class ControlClient:
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _send_bucket(self, bucket: list[tuple[str, torch.Tensor]], fields: Mapping[str, Any]) -> dict[str, Any]:
         return self._send_file("/update_weights_from_tensor", bucket, fields)

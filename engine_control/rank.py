@@ -6,6 +6,7 @@ rank leaves that rank as it was, and answers with the error; rank 0 then has the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -153,16 +154,11 @@ class RankControl:
         how, info = read_mode(info)
         if how is not None:
             self._refuse_undefined_base(session)
-        items = self._transport(transport).receive(info)
-        try:
+        with self._received(transport, info) as items:
             if how is not None:
                 return self._apply(merges.merging(items, how, session.modules))
             at_once = TOGETHER if self._transport(transport).keeps_tensors else 1
             return self._apply(merges.whole(items, session.modules), at_once=at_once)
-        finally:
-            if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()
-            self._engine.synchronize()
 
     def _unmerge(self, modules: list[str]) -> dict[str, Any]:
         self._merges.begin_call()
@@ -221,13 +217,8 @@ class RankControl:
         self, name: str, config: dict[str, Any], transport: str, info: dict[str, Any]
     ) -> dict[str, Any]:
         store, read = self._store(), AdapterConfig.read(config)
-        items = self._transport(transport).receive(info)
-        try:
+        with self._received(transport, info) as items:
             return store.prepare(name, read, ((item.name, item.tensor) for item in items))
-        finally:
-            if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()
-            self._engine.synchronize()
 
     def _store(self) -> AdapterStore:
         if self._adapters is None:
@@ -240,6 +231,17 @@ class RankControl:
         if self._session is None:
             raise EngineFaultError("this rank has no open session", hint="Rank 0 asked for what it has not begun.")
         return self._session
+
+    @contextlib.contextmanager
+    def _received(self, transport: str, info: dict[str, Any]) -> Iterator[Iterator[WeightItem]]:
+        """A call's tensors; afterwards the transport holds nothing of the sender's, and the device has read it all."""
+        items = self._transport(transport).receive(info)
+        try:
+            yield items
+        finally:
+            if hasattr(items, "close"):
+                items.close()
+            self._engine.synchronize()
 
     def _transport(self, name: str) -> WeightTransport:
         if name not in self._transports:

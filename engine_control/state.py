@@ -22,6 +22,9 @@ from engine_control.errors import (
 )
 from engine_control.step_loop import Pending
 
+SUCCESS = {"success": True, "message": "Success"}
+"""What a command answers that has no more to say."""
+
 
 class PauseMode(StrEnum):
     """What a pause does with requests in flight: abort them, let them finish, put them back into the queue, or freeze
@@ -106,6 +109,11 @@ class ControlState:
     def asleep(self) -> bool:
         """Whether something that a step needs is released."""
         return bool(self.released & self.needed_tags)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether what is in flight stands still, so that it can be worked under between two steps."""
+        return self.pause is not None and not self.may_step()
 
     @property
     def name(self) -> str:

@@ -139,7 +139,7 @@ class RolloutEngine:
         return complete_group(self.family, request, made)
 
     def has_unfinished_requests(self) -> bool:
-        return len(self._queue.running_ids() if self._held else self._queue.request_ids()) > 0
+        return bool(self._queue.running_ids()) if self._held else len(self._queue) > 0
 
     def hold_admission(self, held: bool) -> None:
         self._held = held

@@ -21,12 +21,11 @@ from engine_control.errors import (
 from engine_control.rank import Outcome, RankCommand, first_error, values_of
 from engine_control.refit.manifest import read_manifest
 from engine_control.refit.target import RefitTarget
-from engine_control.state import ControlState, OpenSession
+from engine_control.state import SUCCESS, ControlState, OpenSession
 from engine_control.step_loop import Pending, StepLoop
 
 logger = logging.getLogger(__name__)
 
-SUCCESS = {"success": True, "message": "Success"}
 HISTORY = 1000
 
 
@@ -97,8 +96,8 @@ class RefitConductor:
             self._owned(session_id).manifest = manifest
             return answer
 
-        frozen = self._state.pause is not None and not self._state.may_step()
-        return open_now() if in_place or staged or frozen else self._state.when_drained(open_now)
+        at_once = in_place or staged or self._state.frozen
+        return open_now() if at_once else self._state.when_drained(open_now)
 
     def update_weights(
         self,
@@ -264,7 +263,7 @@ class RefitConductor:
         error = first_error(outcomes)
         if error is not None:
             self._ask("undo_last_call")
-            session = self._owned_or_none()
+            session = self._state.session
             if session is not None:
                 session.spoiled = error.message
             raise error
@@ -309,7 +308,7 @@ class RefitConductor:
         values_of(outcomes)
 
     def _committed(self, verified: Mapping[str, Any]) -> dict[str, Any]:
-        session = self._owned_or_none()
+        session = self._state.session
         assert session is not None
         if session.weight_version is not None:
             self._engine.weight_version = session.weight_version
@@ -323,7 +322,7 @@ class RefitConductor:
 
     def _abort(self, reason: str) -> None:
         """Undoes the open session on every rank, and closes it."""
-        session = self._owned_or_none()
+        session = self._state.session
         assert session is not None
         failed = first_error(self._ask("undo"))
         if failed is not None:
@@ -373,9 +372,6 @@ class RefitConductor:
             raise _foreign(session)
         session.last_call = time.monotonic()
         return session
-
-    def _owned_or_none(self) -> OpenSession | None:
-        return self._state.session
 
     def _modules(self, selector: str, target_modules: Sequence[str] | None) -> list[str]:
         if selector not in ("target", "draft", "all"):

@@ -9,9 +9,7 @@ from engine_control.engine import ControlledEngine
 from engine_control.errors import ConflictError, EngineFaultError, InvalidRequestError
 from engine_control.rank import RankCommand, values_of
 from engine_control.refit.target import RefitTarget
-from engine_control.state import ControlState
-
-SUCCESS = {"success": True, "message": "Success"}
+from engine_control.state import SUCCESS, ControlState
 
 
 class WeightInspection:

@@ -16,7 +16,6 @@ import torch
 from engine_control.checksum import device_digests
 from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
-from engine_control.refit.manifest import Manifest, check_against
 from engine_control.refit.target import RefitTarget
 from engine_control.refit.undo import Key, UndoLog, copy_all
 
@@ -138,20 +137,17 @@ class RefitSession:
         self._last_call = []
 
     @torch.no_grad()
-    def verify(self, manifest: Manifest | None = None) -> dict[str, str]:
+    def verify(self) -> dict[str, str]:
         """The digest of each tensor that came, by `module.name`, read back from where it lies now.
 
         Raises:
-            RefitRefusedError: a tensor of a touched module is missing, or the manifest says otherwise.
+            RefitRefusedError: a tensor of a touched module is missing.
         """
         self._last_call = []
         if not self.partial:
             self._refuse_incomplete()
         lying = [(key, self._lying(key)) for key in self._sent]
-        digests = device_digests((f"{module}.{name}", tensor) for (module, name), tensor in lying)
-        if manifest is not None:
-            check_against(manifest, self.modules, {key: digests[".".join(key)] for key in self._sent})
-        return digests
+        return device_digests((f"{module}.{name}", tensor) for (module, name), tensor in lying)
 
     @torch.no_grad()
     def commit(self) -> None:

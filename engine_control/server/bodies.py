@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import torch
+from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from engine_control.errors import (
     InvalidRequestError,
@@ -120,6 +122,21 @@ def schema_of(shape: type[Fields]) -> dict[str, Any]:
     """OpenAPI's description of a body with these fields."""
     schema: dict[str, Any] = msgspec.json.schema(shape)["$defs"][shape.__name__]
     return {"requestBody": {"required": shape.body_required, "content": {"application/json": {"schema": schema}}}}
+
+
+def add_route(
+    router: APIRouter, path: str, shape: type[Fields], endpoint: Callable[[Request], Awaitable[Response]], method: str
+) -> None:
+    """Adds a route that reads those fields, and is described by them."""
+    router.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        name=path.strip("/"),
+        description=shape.__doc__,
+        response_class=Response,
+        openapi_extra=schema_of(shape) if method == "POST" else None,
+    )
 
 
 def _query(request: Request) -> dict[str, Any]:

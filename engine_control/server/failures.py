@@ -22,10 +22,19 @@ def json_response(value: object, status: int = 200, headers: dict[str, str] | No
 
 
 def sglang_failure(error: EngineError) -> Response:
+    """`sglang_body`, with the error's own status."""
+    return json_response(sglang_body(error), error.status, retry_headers(error))
+
+
+def sglang_body(error: EngineError) -> dict[str, Any]:
     """`{"success": false, "message", "code", "hint"}`, and the field and its value where the error names one."""
     about = {} if error.field is None else {"field": error.field, "value": error.value}
-    body = {"success": False, "message": error.message, "code": error.code, "hint": error.hint, **about}
-    return json_response(body, error.status, retry_headers(error))
+    return {"success": False, "message": error.message, "code": error.code, "hint": error.hint, **about}
+
+
+def lora_failure(error: EngineError) -> Response:
+    """As `sglang_failure`, with the message as `error_message` too, which is where SGLang's LoRA clients look."""
+    return json_response(sglang_body(error) | {"error_message": error.message}, error.status, retry_headers(error))
 
 
 def vllm_failure(error: EngineError) -> Response:
@@ -52,6 +61,13 @@ class SglangRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         return _enveloped(super().get_route_handler(), sglang_failure)
+
+
+class LoraRoute(APIRoute):
+    """Answers errors as `lora_failure` does."""
+
+    def get_route_handler(self) -> Handler:
+        return _enveloped(super().get_route_handler(), lora_failure)
 
 
 class VllmRoute(APIRoute):

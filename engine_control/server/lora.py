@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine_control.errors import EngineError, InvalidRequestError
-from engine_control.server.bodies import RAW_TYPES, media_type, read_fields, read_query, read_raw, schema_of
-from engine_control.server.failures import json_response, retry_headers
+from engine_control.errors import InvalidRequestError
+from engine_control.server.bodies import RAW_TYPES, add_route, media_type, read_fields, read_query, read_raw
+from engine_control.server.failures import LoraRoute, json_response
 from engine_control.server.port import ControlPort
 from engine_control.server.sglang_fields import Command, SglangFields
 
@@ -72,20 +70,12 @@ class UnloadLoraAdapter(SglangFields, frozen=True, kw_only=True):
 
 def lora_router(port: ControlPort) -> APIRouter:
     """`/load_lora_adapter`, `/load_lora_adapter_from_tensors`, `/unload_lora_adapter` and `/v1/list_loras`."""
-    router = APIRouter(tags=["control: LoRA adapters"], route_class=_LoraRoute)
+    router = APIRouter(tags=["control: LoRA adapters"], route_class=LoraRoute)
 
-    @router.post("/load_lora_adapter", response_class=Response, openapi_extra=schema_of(LoadLoraAdapter))
-    async def load_lora_adapter(request: Request) -> Response:
-        """Loads a folder that peft has saved."""
+    async def load(request: Request) -> Response:
         return await _done(port, (await read_fields(request, LoadLoraAdapter)).command())
 
-    @router.post(
-        "/load_lora_adapter_from_tensors",
-        response_class=Response,
-        openapi_extra=schema_of(LoadLoraAdapterFromTensors),
-    )
-    async def load_lora_adapter_from_tensors(request: Request) -> Response:
-        """Loads an adapter from peft's configuration and tensors."""
+    async def load_from_tensors(request: Request) -> Response:
         if media_type(request) not in RAW_TYPES:
             return await _done(port, (await read_fields(request, LoadLoraAdapterFromTensors)).command())
         beside = read_query(request, RawLoraAdapter)
@@ -93,10 +83,12 @@ def lora_router(port: ControlPort) -> APIRouter:
         arguments = {**beside.given(), "config_dict": _config(beside.config_dict), "transport": "tensor", "info": info}
         return await _done(port, ("load_lora_adapter_from_tensors", arguments))
 
-    @router.post("/unload_lora_adapter", response_class=Response, openapi_extra=schema_of(UnloadLoraAdapter))
-    async def unload_lora_adapter(request: Request) -> Response:
-        """Forgets an adapter."""
+    async def unload(request: Request) -> Response:
         return await _done(port, (await read_fields(request, UnloadLoraAdapter)).command())
+
+    add_route(router, "/load_lora_adapter", LoadLoraAdapter, load, "POST")
+    add_route(router, "/load_lora_adapter_from_tensors", LoadLoraAdapterFromTensors, load_from_tensors, "POST")
+    add_route(router, "/unload_lora_adapter", UnloadLoraAdapter, unload, "POST")
 
     @router.get("/v1/list_loras", response_class=Response)
     async def list_loras() -> Response:
@@ -117,19 +109,3 @@ def _config(text: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"config_dict is no JSON object: {error}", field="config_dict", hint="Send peft's adapter_config.json."
         ) from error
-
-
-class _LoraRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except EngineError as error:
-                about = {} if error.field is None else {"field": error.field, "value": error.value}
-                body = {"success": False, "error_message": error.message, "message": error.message}
-                body |= {"code": error.code, "hint": error.hint, **about}
-                return json_response(body, error.status, retry_headers(error))
-
-        return answered

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine_control.errors import ConflictError, EngineError, EngineUnavailableError
 from engine_control.server import sglang_fields as fields
-from engine_control.server.bodies import RAW_TYPES, media_type, read_fields, read_query, read_raw, schema_of
+from engine_control.server.bodies import RAW_TYPES, add_route, media_type, read_fields, read_query, read_raw, schema_of
 from engine_control.server.failures import SglangRoute, json_response, retry_headers
 from engine_control.server.port import ControlPort
 
@@ -70,15 +70,7 @@ def _add(
         return await answer(await read_fields(request, shape))
 
     for method in methods:
-        router.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            name=path.strip("/"),
-            description=shape.__doc__,
-            response_class=Response,
-            openapi_extra=schema_of(shape) if method == "POST" else None,
-        )
+        add_route(router, path, shape, endpoint, method)
 
 
 def _plain(port: ControlPort) -> Callable[[fields.SglangFields], Awaitable[Response]]:

@@ -21,7 +21,7 @@ from engine_control.errors import (
     WeightSessionError,
 )
 from engine_control.server import vllm_fields as fields
-from engine_control.server.bodies import Fields, fields_from, read_fields, schema_of
+from engine_control.server.bodies import Fields, add_route, fields_from, read_fields
 from engine_control.server.failures import VllmRoute, json_response
 from engine_control.server.port import ControlPort
 from engine_control.server.sglang_fields import with_version
@@ -140,15 +140,7 @@ def _add(
         value = await answer(await read_fields(request, shape))
         return Response() if value is None else json_response(value)
 
-    router.add_api_route(
-        path,
-        endpoint,
-        methods=[method],
-        name=path.strip("/"),
-        description=shape.__doc__,
-        response_class=Response,
-        openapi_extra=schema_of(shape) if method == "POST" else None,
-    )
+    add_route(router, path, shape, endpoint, method)
 
 
 def _add_pause_routes(router: APIRouter, control: _Control) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from engine_control.closing import Closing
 from engine_control.errors import InvalidRequestError, RefitRefusedError
 from engine_control.refit.backends._calls import (
     Announced,
@@ -216,7 +216,7 @@ def _check_inside(buffer: torch.Tensor, tensor: Announced, offset: int) -> None:
         )
 
 
-class IpcSender:
+class IpcSender(Closing):
     """The trainer's side, for one engine on the same host.
 
     with IpcSender(half_bytes=1 << 30) as sender:
@@ -253,14 +253,6 @@ class IpcSender:
     def close(self) -> None:
         """Gives the buffer back."""
         self._buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ahead_on_device(self, filling: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The copies of the next half are launched before this one is handed out, and have ended before the next is."""
