@@ -383,7 +383,9 @@ class TestDemo:
                 time.sleep(0.05)
             service = int(log.read_text().split("server process [")[1].split("]")[0])
             demo.send_signal(signal.SIGINT)
-            assert demo.wait(30) == 130
+            # A shell shows 130 for both: an exit by that code, and (where the interrupt came up through code that a C
+            # extension runs, as in an import, which CPython remembers to its end) a death by the signal itself.
+            assert demo.wait(30) in (130, -signal.SIGINT)
         finally:
             demo.kill()
         assert not process_exists(service)
