@@ -3,6 +3,7 @@ more of them than this."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -21,6 +22,14 @@ class Finished(Generic[R]):
     request_id: str
     result: R | None = None
     error: EngineError | None = None
+
+
+@dataclass(frozen=True)
+class Progress(Generic[R]):
+    """What there is by now of a request that goes on: for whoever asked to hear of it."""
+
+    request_id: str
+    result: R
 
 
 class StepEngine(Protocol[Request, Result]):
@@ -52,10 +61,11 @@ class StepEngine(Protocol[Request, Result]):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
 
-    def step(self) -> list[Finished[Result]]:
-        """Advances one batch by one step and hands out the requests that are finished by it, failed ones included."""
+    def step(self) -> Sequence[Finished[Result] | Progress[Result]]:
+        """Advances one batch by one step and hands out the requests that are finished by it, failed ones included, and
+        how far those are that asked to hear of it."""
 
-    def fail_unfinished(self, error: EngineError) -> list[Finished[Result]]:
+    def fail_unfinished(self, error: EngineError) -> Sequence[Finished[Result]]:
         """Drops all that is in the engine and hands each request out with that error. Afterwards the engine is idle."""
 
     def stats(self) -> dict[str, float]:

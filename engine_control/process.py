@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -25,7 +25,7 @@ import msgspec
 from engine_control.child import how_it_ended, start_child
 from engine_control.errors import EngineDiedError, EngineUnavailableError, InvalidRequestError, from_message
 from engine_control.wire import WireError, receive_message, send_message
-from engine_control.worker import Abort, Add, Call, Operation, Ready, Reply
+from engine_control.worker import Abort, Add, Call, Operation, Ready, Reply, Update
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,31 @@ class EngineSupervisor:
         self._crashes = 0
         return result
 
+    async def stream(self, request_id: str, request: object) -> AsyncIterator[Any]:
+        """Computes a request and yields what there is of it, again and again; at last its result. Whoever is slow gets
+        the newest, not all that came meanwhile. If the awaiting task is cancelled, or the iterator closed, so is the
+        request, between two steps.
+
+        Raises:
+            EngineError: what the engine answered, or that it is not there.
+        """
+        life = self._ready_life()
+        updates = _Newest()
+        final = life.perform(lambda number: Add(number, request_id, request, stream=True), updates.put)
+        final.add_done_callback(lambda done: updates.wake())
+        try:
+            while not final.done():
+                await updates.wait()
+                if not final.done():
+                    yield updates.take()
+            result = final.result()
+        finally:
+            if not final.done():
+                final.cancel()
+                life.post(lambda number: Abort(number, request_id, discard=True))
+        self._crashes = 0
+        yield result
+
     async def abort(self, request_id: str) -> bool:
         """Drops a request; its own `submit` raises `RequestAbortedError`, or returns what there is of it if it asked
         for that. Says whether there was one."""
@@ -198,6 +223,28 @@ class EngineSupervisor:
         return life.ready.done()
 
 
+class _Newest:
+    """The newest of what was put, for one reader on the same event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._value: Any = None
+
+    def put(self, value: Any) -> None:
+        self._value = value
+        self._event.set()
+
+    def wake(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def take(self) -> Any:
+        self._event.clear()
+        return self._value
+
+
 class EngineLife:
     """One life of the engine process, from its start to its end.
 
@@ -210,6 +257,7 @@ class EngineLife:
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.ended: asyncio.Future[EngineDiedError] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._listeners: dict[int, Callable[[Any], None]] = {}
         self._numbers = iter(range(1, sys.maxsize))
         self._outbox: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._last_lines: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
@@ -221,15 +269,19 @@ class EngineLife:
         self._thread(lambda: self._write(config), "engine-writer")
         self._reader = self._thread(self._read, "engine-reader")
 
-    def perform(self, make: Callable[[int], Operation]) -> asyncio.Future[Any]:
-        """Sends an operation; the future gets its reply."""
+    def perform(
+        self, make: Callable[[int], Operation], on_update: Callable[[Any], None] | None = None
+    ) -> asyncio.Future[Any]:
+        """Sends an operation; the future gets its reply, and `on_update` what comes before it, on the event loop."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if self.ended.done():
             future.set_exception(self.ended.result())
             return future
         operation = make(next(self._numbers))
         self._waiting[operation.id] = future
-        future.add_done_callback(lambda done: self._waiting.pop(operation.id, None))
+        if on_update is not None:
+            self._listeners[operation.id] = on_update
+        future.add_done_callback(lambda done: self._forget(operation.id))
         self._outbox.put(operation)
         return future
 
@@ -259,7 +311,7 @@ class EngineLife:
         cause = "the thread that reads its replies failed"
         try:
             while True:
-                message = msgspec.convert(receive_message(self._connection), Ready | Reply)
+                message = msgspec.convert(receive_message(self._connection), Ready | Reply | Update)
                 self._on_loop(self._deliver, message)
                 del message  # else this frame keeps the last reply's tensors alive until the next one
         except (WireError, OSError, msgspec.ValidationError) as error:
@@ -270,10 +322,18 @@ class EngineLife:
             self._echo.join(timeout=1.0)  # a grandchild may hold the pipe open
             self._on_loop(self._end, self._epitaph(code, cause))
 
-    def _deliver(self, message: Ready | Reply) -> None:
+    def _forget(self, number: int) -> None:
+        self._waiting.pop(number, None)
+        self._listeners.pop(number, None)
+
+    def _deliver(self, message: Ready | Reply | Update) -> None:
         if isinstance(message, Ready):
             if not self.ready.done():
                 self.ready.set_result(message)
+            return
+        if isinstance(message, Update):
+            if message.id in self._listeners:
+                self._listeners[message.id](message.result)
             return
         future = self._waiting.get(message.id)
         if future is None or future.done():

@@ -78,6 +78,7 @@ class StepLoop(Generic[Request, Result]):
         self._engine = engine
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Result]] = {}
+        self._listeners: dict[str, Callable[[Result], None]] = {}
         self._handlers: dict[str, Handler] = {"stats": lambda arguments: engine.stats()}
         self._pending: list[tuple[Pending, Future[Any]]] = []
         self._stopping = False
@@ -99,10 +100,15 @@ class StepLoop(Generic[Request, Result]):
         in the loop's thread."""
         return sum([self._abort(request_id) for request_id in request_ids])
 
-    def submit(self, request_id: str, request: Request) -> Future[Result]:
-        """Posts a request. The future gets its result, or the `EngineError` that ended it; it can't be cancelled."""
+    def submit(
+        self, request_id: str, request: Request, on_progress: Callable[[Result], None] | None = None
+    ) -> Future[Result]:
+        """Posts a request. The future gets its result, or the `EngineError` that ended it; it can't be cancelled.
+
+        `on_progress` is called in the loop's thread with what the engine hands out of the request before its end.
+        """
         future = _running_future()
-        self._mailbox.put(lambda: self._add(request_id, request, future))
+        self._mailbox.put(lambda: self._add(request_id, request, future, on_progress))
         return future
 
     def abort(self, request_id: str, *, discard: bool = False) -> Future[bool]:
@@ -195,9 +201,13 @@ class StepLoop(Generic[Request, Result]):
                 raise  # a broken device, or a rank that is gone: every later step would fail too
             return
         for item in finished:
-            self._finish(item)
+            if isinstance(item, Finished):
+                self._finish(item)
+            elif item.request_id in self._listeners:
+                self._listeners[item.request_id](item.result)
 
     def _finish(self, item: Finished[Result]) -> None:
+        self._listeners.pop(item.request_id, None)
         future = self._waiting.pop(item.request_id, None)
         if future is None:
             logger.error("the engine finished %r, which nobody waits for", item.request_id)
@@ -210,10 +220,17 @@ class StepLoop(Generic[Request, Result]):
         """Afterwards the engine is empty and nobody waits, whatever the engine handed out."""
         for item in self._engine.fail_unfinished(error):
             self._finish(item)
+        self._listeners.clear()
         while self._waiting:
             self._waiting.popitem()[1].set_exception(error)
 
-    def _add(self, request_id: str, request: Request, future: Future[Result]) -> None:
+    def _add(
+        self,
+        request_id: str,
+        request: Request,
+        future: Future[Result],
+        on_progress: Callable[[Result], None] | None = None,
+    ) -> None:
         if request_id in self._waiting:
             future.set_exception(
                 InvalidRequestError(
@@ -236,6 +253,8 @@ class StepLoop(Generic[Request, Result]):
             future.set_exception(_as_engine_error(error))
             return
         self._waiting[request_id] = future
+        if on_progress is not None:
+            self._listeners[request_id] = on_progress
 
     def _abort(self, request_id: str, *, discard: bool = False) -> bool:
         if request_id not in self._waiting:

@@ -1,7 +1,7 @@
 """The engine process's side of the socket, and the messages that both sides exchange.
 
-The HTTP process sends operations, the engine process one reply to each, in whichever order they finish. Before the
-first reply comes one `Ready`. When the HTTP process goes away, for whatever reason, the engine process ends: no
+The HTTP process sends operations, the engine process one reply to each, in whichever order they finish; before the
+reply to a request that streams come its updates. First of all comes one `Ready`. When the HTTP process goes away, for whatever reason, the engine process ends: no
 orphans.
 """
 
@@ -31,11 +31,12 @@ EXIT_GRACE_S = 2.0  # how long the step in progress may take when the HTTP proce
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """Rolls a request out. The reply is its result."""
+    """Computes a request. The reply is its result; with `stream`, updates come before it."""
 
     id: int
     request_id: str
     request: Any
+    stream: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -69,7 +70,15 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
     error: ErrorMessage | None = None
 
 
+class Update(msgspec.Struct, tag="update", frozen=True):
+    """What there is by now of the request that the operation of that id added."""
+
+    id: int
+    result: Any
+
+
 Operation = Add | Abort | Call
+Outgoing = tuple[Operation, Future[Any]] | Update
 
 
 class EngineWorker(Generic[Request, Result]):
@@ -90,7 +99,7 @@ class EngineWorker(Generic[Request, Result]):
         self._read_request = read_request
         self._write_result = write_result
         self._loop: Future[StepLoop[Request, Result]] = Future()
-        self._outbox: queue.SimpleQueue[tuple[Operation, Future[Any]] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
 
     def run(self, build: Callable[[], tuple[StepLoop[Request, Result], Mapping[str, object]]]) -> None:
         """Builds the engine, announces it with the description that `build` returns beside the loop, and serves it
@@ -125,8 +134,10 @@ class EngineWorker(Generic[Request, Result]):
     def _post(self, loop: StepLoop[Request, Result], operation: Operation) -> None:
         match operation:
             case Add():
+                listener = self._listener(operation.id) if operation.stream else None
                 try:
-                    answer: Future[Any] = loop.submit(operation.request_id, self._read_request(operation.request))
+                    request = self._read_request(operation.request)
+                    answer: Future[Any] = loop.submit(operation.request_id, request, listener)
                 except EngineError as error:
                     answer = Future()
                     answer.set_exception(error)
@@ -136,9 +147,15 @@ class EngineWorker(Generic[Request, Result]):
                 answer = loop.call(operation.name, operation.arguments)
         answer.add_done_callback(lambda done: self._outbox.put((operation, done)))
 
+    def _listener(self, number: int) -> Callable[[Result], None]:
+        return lambda result: self._outbox.put(Update(number, self._write_result(result)))
+
     def _send(self, loop: StepLoop[Request, Result]) -> None:
         try:
             while (item := self._outbox.get()) is not None:
+                if isinstance(item, Update):
+                    send_message(self._connection, item)
+                    continue
                 operation, answer = item
                 self._send_reply(operation.id, self._reply(operation, answer))
                 del item, answer  # or this frame would keep the result of the last request until the next one
