@@ -1,0 +1,116 @@
+"""Where a tensor of the checkpoint lies in this rank's parameters: fused with others, and shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine_control.errors import InvalidRequestError
+from llm_runtime.models.base import TensorParallel
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of an axis: part `index` of `parts` equal ones, the same one as the rest of `copies` neighbours."""
+
+    parts: int = 1
+    index: int = 0
+    copies: int = 1
+
+
+WHOLE = Share()
+
+
+def evenly(what: str, size: int, tensor_parallel: TensorParallel) -> Share:
+    """A rank's part of `size` things.
+
+    Raises:
+        InvalidRequestError: they can't be shared evenly; the message names them.
+    """
+    ranks = tensor_parallel.size
+    if size % ranks:
+        raise InvalidRequestError(
+            f"{what}={size} can't be shared evenly among tp_size={ranks} ranks",
+            code="indivisible",
+            field="tp_size",
+            value=ranks,
+            hint=f"Choose a tp_size that divides {size}.",
+        )
+    return Share(ranks, tensor_parallel.rank)
+
+
+def kv_share(heads: int, tensor_parallel: TensorParallel) -> Share:
+    """A rank's key and value heads; where there are more ranks than heads, several ranks have the same one.
+
+    Raises:
+        InvalidRequestError: neither of the two numbers divides the other.
+    """
+    ranks = tensor_parallel.size
+    if ranks > heads and ranks % heads == 0:
+        copies = ranks // heads
+        return Share(heads, tensor_parallel.rank // copies, copies)
+    return evenly("num_key_value_heads", heads, tensor_parallel)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the checkpoint, and this rank's part of it in a parameter.
+
+    owner, parameter: the module, and the name in it. The tensor itself is asked for anew each time, since its memory
+        may be swapped.
+    shape: of the checkpoint's tensor, whole. axis: the one that ranks share.
+    start, length: the part's rows in the parameter.
+    """
+
+    owner: torch.nn.Module
+    parameter: str
+    shape: tuple[int, ...]
+    axis: int
+    share: Share
+    start: int
+    length: int
+
+    def live(self) -> torch.Tensor:
+        """This rank's part, a view of the parameter."""
+        parameter: torch.Tensor = getattr(self.owner, self.parameter)
+        return parameter.detach().narrow(0, self.start, self.length)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor of the checkpoint, a view."""
+        size = whole.shape[self.axis] // self.share.parts
+        return whole.narrow(self.axis, self.share.index * size, size)
+
+    def whole(self, tensor_parallel: TensorParallel) -> torch.Tensor:
+        """The checkpoint's tensor, put together from all ranks' parts, each of which makes this call; it may be the
+        live memory itself."""
+        live = self.live()
+        if self.share.parts == 1:
+            return live
+        rows = live.movedim(self.axis, 0).reshape(-1)
+        gathered = tensor_parallel.all_gather(rows).reshape(self.share.parts, self.share.copies, -1)[:, 0]
+        shape = list(self.shape)
+        shape.insert(0, shape.pop(self.axis))
+        return gathered.reshape(shape).movedim(0, self.axis).contiguous()
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A layer with weights."""
+
+    def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
+        """The checkpoint's names of this layer's weights, and where they lie. `path` is the layer's own name in the
+        model; fused layers have their parts' names instead."""
+
+
+def sibling(path: str, name: str) -> str:
+    """`path` with another last word."""
+    parent, dot, _ = path.rpartition(".")
+    return f"{parent}{dot}{name}"
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    """Memory on the default device; what is in it is for the loader to write."""
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
