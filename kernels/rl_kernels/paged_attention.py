@@ -1,0 +1,246 @@
+"""Causal attention over keys and values that lie in pages, for any mix of prompts, chunks of prompts and single tokens.
+
+The bits of a query row depend on its own query, its position, and its sequence's keys and values up to there; not on
+the batch, on how many queries of the sequence are computed in the same call, on where the pages lie, or on how wide the
+page table is. So a sequence's keys are always cut into the same tiles, `TILE` keys each from position 0 on, every
+product has the same shape, and what tiles give is added up in their order. Tiles behind a row's position add zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from rl_kernels.fused import check_dtypes, check_shape
+
+TILE = 64  # keys
+ROWS = 8  # query rows of a product: tokens x heads that share a kv head, as many whole tokens as fit
+GROUP_BYTES = 8 * 2**20  # of gathered tiles and scores: what stays in a cache of a CPU
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPlan:
+    """Which rows of a flat batch belong to which sequence, and where its keys and values are.
+
+    page_table: `[S, P]` int32, the pages of each sequence in order, padded with 0. query_starts: `[S + 1]` int32, rows
+    query_starts[s] .. query_starts[s + 1] - 1 are queries of sequence s, at least one. context_lengths: `[S]` int32,
+    keys of a sequence, the new ones included; its queries are the last ones of it. A context of 0 marks a row of
+    padding (of a CUDA graph): its result is zeros. starts and lengths are the same numbers on the host; a graph's
+    replay reads the tensors alone.
+    """
+
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    context_lengths: torch.Tensor
+    page_size: int
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    _layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        pages: Sequence[Sequence[int]],
+        query_lengths: Sequence[int],
+        context_lengths: Sequence[int],
+        *,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        width: int = 0,
+    ) -> PagedPlan:
+        """From lists with an entry a sequence. width: columns of the page table, at least; more change nothing.
+
+        Raises:
+            ValueError: a sequence without queries, with more queries than keys, or with too few pages for its keys.
+        """
+        for s, (own, queries, keys) in enumerate(zip(pages, query_lengths, context_lengths, strict=True)):
+            if queries < 1 or (keys and queries > keys):
+                raise ValueError(f"sequence {s} has {queries} queries and {keys} keys; give 1 .. keys queries")
+            if len(own) * page_size < keys:
+                raise ValueError(f"sequence {s} has {keys} keys, {len(own)} pages of {page_size}; give it more pages")
+        width = max(width, 1, *(len(own) for own in pages)) if pages else max(width, 1)
+        table = torch.tensor([[*own, *[0] * (width - len(own))] for own in pages], dtype=torch.int32)
+        starts = tuple(accumulate(query_lengths, initial=0))
+        return cls(
+            table.reshape(len(pages), width).to(device),
+            torch.tensor(starts, dtype=torch.int32).to(device),
+            torch.tensor(tuple(context_lengths), dtype=torch.int32).to(device),
+            page_size,
+            starts,
+            tuple(context_lengths),
+        )
+
+    @property
+    def longest_query(self) -> int:
+        """Of any sequence; 0 without one."""
+        return max((b - a for a, b in zip(self.starts, self.starts[1:], strict=False)), default=0)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Work items that are computed at once. `[I]` items of tokens of one sequence each, over `T` tiles.
+
+    rows: `[I, tokens]`, rows of the flat batch; at the end of a sequence the last one stands repeatedly. keys: a flat
+    index into a cache of vectors, for `[T, I, kv_heads, TILE]`. hidden: `[T, I, 1, rows, TILE]`, what a row can't see.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    hidden: torch.Tensor
+    tiles: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """groups, and for each row of the flat batch its place among all items' tokens; `blank` rows are padding."""
+
+    groups: tuple[_Group, ...]
+    places: torch.Tensor
+    blank: torch.Tensor | None
+
+
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes key and value `[N, kv_heads, D]` into the caches `[pages * page_size, kv_heads, D]` at slots `[N]` int64.
+
+    A slot is page * page_size + offset; a row whose slot is -1 is left out.
+    """
+    check_dtypes("store_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    check_shape("store_kv", "value", value, tuple(key.shape))
+    check_shape("store_kv", "slots", slots, (key.shape[0],))
+    if bool((slots < 0).any()):
+        kept = slots >= 0
+        key, value, slots = key[kept], value[kept], slots[kept]
+    key_cache.index_copy_(0, slots, key)
+    value_cache.index_copy_(0, slots, value)
+
+
+def paged_attention(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
+) -> torch.Tensor:
+    """`softmax(scale * q k^T) v` over each row's sequence up to its own position: query and result `[N, heads, D]`.
+
+    The caches `[pages * page_size, kv_heads, D]` hold the new keys and values already; head h reads kv head
+    h // (heads / kv_heads). fp32 inside, rounded once. It has no gradient.
+
+    Raises:
+        ValueError: shapes that don't fit the plan, several dtypes or devices, or a query that requires a gradient.
+    """
+    _check(query, key_cache, value_cache, plan)
+    if not query.numel():
+        return torch.empty_like(query)
+    return _on_cpu(query, key_cache, value_cache, plan, scale=scale)
+
+
+def _check(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan) -> None:
+    check_dtypes("paged_attention", query=query, key_cache=key_cache, value_cache=value_cache)
+    check_shape("paged_attention", "value_cache", value_cache, tuple(key_cache.shape))
+    rows, heads, head_dim = query.shape
+    if rows != plan.starts[-1]:
+        raise ValueError(f"paged_attention takes as many queries as the plan has, {plan.starts[-1]}, got {rows}")
+    if key_cache.shape[2] != head_dim or heads % key_cache.shape[1]:
+        raise ValueError(
+            f"paged_attention takes a cache [slots, kv_heads, {head_dim}] with kv_heads that divide {heads}, "
+            f"got {tuple(key_cache.shape)}"
+        )
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise ValueError("paged_attention has no gradient; call it under torch.no_grad(), or detach the query")
+
+
+def _on_cpu(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
+) -> torch.Tensor:
+    """Group by group. Half-precision tiles are widened, which is exact: a half-precision product would round the
+    probabilities, and leaves the order of its sums to the library."""
+    _, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[1]
+    layout = _layout(plan, kv_heads, heads // kv_heads, head_dim)
+    keys, values = (cache.reshape(-1, head_dim) for cache in (key_cache, value_cache))
+    found = [_attend(query, keys, values, group, scale=scale) for group in layout.groups]
+    out = (found[0] if len(found) == 1 else torch.cat(found)).index_select(0, layout.places)
+    if layout.blank is not None:
+        out[layout.blank] = 0
+    return out
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group, *, scale: float
+) -> torch.Tensor:
+    """One group: `[I * tokens, heads, D]`. Every product is `[tokens * heads / kv_heads, D] x [D, TILE]` or its
+    counterpart; the maximum over tiles has no order, and all sums over tiles are made here, in order."""
+    _, heads, head_dim = query.shape
+    tiles, items, (kv_heads, tokens) = group.tiles, group.rows.shape[0], (group.keys.shape[2], group.rows.shape[1])
+    rows = tokens * heads // kv_heads
+    q = query[group.rows].float().mul_(scale).view(items, tokens, kv_heads, -1, head_dim).transpose(1, 2)
+    q = q.reshape(1, items, kv_heads, rows, head_dim).expand(tiles, -1, -1, -1, -1).reshape(-1, rows, head_dim)
+    index = group.keys.view(-1)
+    k = keys.index_select(0, index).float().view(-1, TILE, head_dim)
+    v = values.index_select(0, index).float().view(-1, TILE, head_dim)
+    p = torch.bmm(q, k.transpose(1, 2)).view(tiles, items, kv_heads, rows, TILE)
+    p.masked_fill_(group.hidden, -torch.inf)
+    p.sub_(p.amax(-1, keepdim=True).amax(0)).exp_()
+    sums = p.sum(-1)
+    parts = torch.bmm(p.view(-1, rows, TILE), v).view(tiles, items, kv_heads, rows, head_dim)
+    total, weighted = sums[0], parts[0]
+    for tile in range(1, tiles):
+        total += sums[tile]
+        weighted += parts[tile]
+    weighted /= total[..., None]
+    weighted = weighted.view(items, kv_heads, tokens, -1, head_dim).transpose(1, 2)
+    return weighted.reshape(items * tokens, heads, head_dim).to(query.dtype)
+
+
+def _layout(plan: PagedPlan, kv_heads: int, shared: int, head_dim: int) -> _Layout:
+    """The plan's work items, made once for all layers. shared: heads that read one kv head."""
+    known = plan._layouts.get((kv_heads, shared, head_dim))
+    if known is not None:
+        return known
+    tokens = max(ROWS // shared, 1)
+    # (tiles, sequence, first row, position of it, rows): items of as many tiles stand together.
+    items = []
+    for s, length in enumerate(plan.lengths):
+        first, end = plan.starts[s], plan.starts[s + 1]
+        for row in range(first, end, tokens):
+            count = min(tokens, end - row)
+            position = max(length - (end - row), 0)
+            items.append((-(-(position + count) // TILE), s, row, position, count))
+    items.sort()
+    row_bytes = 4 * kv_heads * (2 * TILE * head_dim + tokens * shared * (2 * TILE + 2 * head_dim))
+    groups: list[_Group] = []
+    places = torch.empty(plan.starts[-1], dtype=torch.int64)
+    first = 0
+    while first < len(items):
+        end = first + 1
+        while end < len(items) and items[end][0] * (end + 1 - first) * row_bytes <= GROUP_BYTES:
+            end += 1
+        groups.append(_group(plan, items[first:end], tokens, kv_heads, shared))
+        for place, (_, _, row, _, count) in enumerate(items[first:end], start=first):
+            places[row : row + count] = torch.arange(place * tokens, place * tokens + count)
+        first = end
+    blank = [row for s, n in enumerate(plan.lengths) if n == 0 for row in range(plan.starts[s], plan.starts[s + 1])]
+    layout = _Layout(tuple(groups), places, torch.tensor(blank) if blank else None)
+    plan._layouts[kv_heads, shared, head_dim] = layout
+    return layout
+
+
+def _group(
+    plan: PagedPlan, items: list[tuple[int, int, int, int, int]], tokens: int, kv_heads: int, shared: int
+) -> _Group:
+    tiles = items[-1][0]
+    if tiles * len(items) * kv_heads == 1:
+        tiles = 2  # a single product takes another path through the library, and may be split over threads
+    _, sequence, row, position, count = torch.tensor(items).T[:, :, None]
+    token = torch.minimum(torch.arange(tokens), count - 1)
+    # Behind the last key of a sequence its own last key is read again: a finite number that gets the weight 0.
+    last = (plan.context_lengths.to(torch.int64)[sequence] - 1).clamp_(min=0)
+    place = torch.minimum(torch.arange(tiles * TILE), last)
+    page = plan.page_table[sequence, place // plan.page_size].to(torch.int64)
+    slots = (page * plan.page_size + place % plan.page_size).view(len(items), tiles, 1, TILE).transpose(0, 1)
+    keys = slots * kv_heads + torch.arange(kv_heads)[:, None]
+    positions = (position + token).repeat_interleave(shared, dim=1)[None, :, None, :, None]
+    hidden = torch.arange(tiles * TILE).view(tiles, 1, 1, 1, TILE) > positions
+    return _Group(row + token, keys.contiguous(), hidden, tiles)
