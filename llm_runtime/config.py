@@ -25,7 +25,7 @@ class LLMConfig:
     max_total_tokens: the KV cache's tokens. None: on a GPU what `mem_fraction_static` of its memory leaves beside the
         weights, on a CPU 65,536.
     disable_radix_cache: prompts are computed anew even if their beginning was computed before.
-    deterministic: `auto` is exact mode wherever it is certified; `on` insists on it; `off` leaves libraries as they are.
+    deterministic: `auto` is exact mode wherever it is certified; `on` insists on it; `off` leaves the libraries alone.
     cuda_graphs: on a GPU, decoding is captured and replayed; the bits are the same.
     weight_version: what the weights that are loaded first are called.
     memory_saver: as the diffusion engine's: `host` on any device, `vmm` on a GPU, `auto` is `host`.

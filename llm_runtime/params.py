@@ -21,11 +21,11 @@ class SamplingParams:
     """How the next tokens are chosen, and when to stop.
 
     max_new_tokens: None is as many as fit the context; 0 computes the prompt's log-probs and nothing else.
-    temperature: logits are divided by it; below 1e-6 the likeliest token is taken, and log-probs are of the plain logits.
+    temperature: logits are divided by it; below 1e-6 the likeliest token is taken, and log-probs are of plain logits.
     top_k, top_p, min_p: only the k likeliest tokens, the fewest likeliest whose probabilities reach p, and those with
         at least min_p times the likeliest one's probability, may be chosen. They apply together; -1, 1 and 0: no limit.
     frequency_penalty, presence_penalty: taken off the logit of a token of the output, times how often it is there, or
-        once. repetition_penalty: divides a positive logit of a token of prompt or output, and multiplies a negative one.
+        once. repetition_penalty: divides positive logits of tokens of prompt and output, and multiplies negative ones.
     logit_bias: added to the logits of those tokens.
     min_new_tokens: until then no stop token is chosen, and no stop string ends the output.
     stop: strings that end the output; they stay out of its text unless `no_stop_trim`. stop_token_ids: tokens that do,

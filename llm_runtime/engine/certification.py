@@ -1,0 +1,168 @@
+"""At start-up: does this model, on this device, give a token the same logits in any batch and chunk? By name, what
+doesn't?
+
+Each operation of a forward is probed by itself (`rl_kernels.certify`), which finds the fastest implementation that
+passes; then the whole model, with those: a sequence at once, in chunks, token by token, and beside others.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from engine_control.errors import EngineError
+from llm_runtime.engine.kv_cache import KVCache
+from llm_runtime.engine.model_runner import ForwardBatch, ModelRunner
+from rl_kernels.certify import Certificate, Verdict, certify, record
+from rl_kernels.mode import EXACT, LIBRARY
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (37, 5, 90, 1)  # of the sequences that the whole model is tried with, in tokens
+CHUNKS = (1, 16, 7, 29)  # how the first of them is cut, besides token by token
+TRIED = ("chosen operations",)
+
+
+class NotExactError(EngineError):
+    """Deterministic inference was asked for, and an operation of this model can't be made exact on this device."""
+
+    status = 500
+    default_code = "not_exact"
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What was found, and whether the engine runs in exact mode because of it. certificate None: nobody looked."""
+
+    enabled: bool
+    certificate: Certificate | None
+
+    def describe(self) -> dict[str, object]:
+        """For `/server_info`."""
+        certificate = self.certificate
+        return {
+            "enabled": self.enabled,
+            "certified": None if certificate is None else certificate.exact,
+            "refused": [] if certificate is None else list(certificate.refused),
+            "table": [] if certificate is None else [vars(v) for v in certificate.verdicts],
+        }
+
+
+def make_exact(runner: ModelRunner, wanted: str) -> Exactness:
+    """Certifies the model on its device and sets how the runner computes.
+
+    wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are.
+
+    Raises:
+        NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
+    """
+    if wanted == "off":
+        runner.choices = LIBRARY
+        return Exactness(False, None)
+    certificate = certify_model(runner)
+    if certificate.exact:
+        runner.choices = certificate.choices
+        return Exactness(True, certificate)
+    refused = "; ".join(certificate.refused)
+    if wanted == "on":
+        raise NotExactError(
+            f"not exact on {certificate.device}: {refused}",
+            field="deterministic",
+            value=wanted,
+            hint="Use another dtype or device, or --disable-deterministic-inference.",
+        )
+    logger.warning("a token's bits may depend on its batch on %s, because of: %s", certificate.device, refused)
+    runner.choices = LIBRARY
+    return Exactness(False, certificate)
+
+
+def certify_model(runner: ModelRunner) -> Certificate:
+    """The verdicts on each operation of a forward, and on the whole. The KV cache's contents are lost."""
+    before, runner.choices = runner.choices, EXACT
+    cache, runner.cache = runner.cache, _small_cache(runner)
+    try:
+        recorded = record(lambda: _logits(runner, _whole(runner, LENGTHS)))
+        certificate = certify(recorded, runner.device)
+        if not certificate.exact:
+            return certificate
+        runner.choices = certificate.choices
+        verdicts = (*certificate.verdicts, _whole_model(runner))
+        return Certificate(certificate.device, verdicts, certificate.choices)
+    finally:
+        runner.choices, runner.cache = before, cache
+
+
+def _whole_model(runner: ModelRunner) -> Verdict:
+    """All sequences at once against each by itself, and the first one in chunks and token by token."""
+    name = f"model {type(runner.model).__name__}"
+    together = _logits(runner, _whole(runner, LENGTHS))
+    first = 0
+    for index, length in enumerate(LENGTHS):
+        alone = _logits(runner, _whole(runner, LENGTHS, only=index))
+        if not torch.equal(alone, together[first : first + length]):
+            return Verdict(name, None, TRIED, f"a sequence of {length} tokens beside others")
+        first += length
+    length = LENGTHS[0]
+    for cuts, what in ((CHUNKS, "in chunks"), ((1,) * length, "token by token")):
+        pieces, done = [], 0
+        for size in cuts:
+            end = min(done + size, length)
+            if end > done:
+                pieces.append(_logits(runner, _part(runner, 0, done, end)))
+            done = end
+        found = torch.cat(pieces)
+        if not torch.equal(found, together[: len(found)]):
+            return Verdict(name, None, TRIED, f"a sequence of {length} tokens {what}")
+    return Verdict(name, *TRIED, TRIED)
+
+
+def _small_cache(runner: ModelRunner) -> KVCache:
+    """Room for the probe, on the side."""
+    model, page_size = runner.model, runner.cache.page_size
+    pages = 1 + sum(_pages(length, page_size) for length in LENGTHS)
+    return KVCache(
+        pages,
+        page_size,
+        layers=model.config.num_hidden_layers,
+        kv_heads=model.local_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=model.config.dtype,
+        device=runner.device,
+    )
+
+
+def _pages(length: int, page_size: int) -> int:
+    return -(-length // page_size)
+
+
+def _whole(runner: ModelRunner, lengths: tuple[int, ...], *, only: int | None = None) -> ForwardBatch:
+    parts = [_part(runner, index, 0, length) for index, length in enumerate(lengths) if only is None or index == only]
+    rows = sum(len(part.input_ids) for part in parts)
+    return ForwardBatch(
+        [t for part in parts for t in part.input_ids],
+        [p for part in parts for p in part.positions],
+        [s for part in parts for s in part.slots],
+        [table for part in parts for table in part.page_tables],
+        [n for part in parts for n in part.query_lengths],
+        [n for part in parts for n in part.context_lengths],
+        list(range(rows)),
+        [],
+    )
+
+
+def _part(runner: ModelRunner, index: int, start: int, end: int) -> ForwardBatch:
+    """Tokens [start, end) of a probe's sequence, in pages of its own."""
+    page_size, vocab = runner.cache.page_size, runner.model.config.vocab_size
+    first = 1 + sum(_pages(length, page_size) for length in LENGTHS[:index])
+    pages = list(range(first, first + _pages(end, page_size)))
+    slots = [pages[p // page_size] * page_size + p % page_size for p in range(start, end)]
+    tokens = [(7919 * index + 104729 * p + 13) % vocab for p in range(start, end)]
+    positions = list(range(start, end))
+    return ForwardBatch(tokens, positions, slots, [pages], [end - start], [end], list(range(end - start)), [])
+
+
+def _logits(runner: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
+    hidden, _ = runner.forward(batch)
+    return torch.cat(list(runner.logits(hidden)))

@@ -1,0 +1,383 @@
+"""The conductor: `LLMEngine.step()` schedules, computes one forward over a token batch, draws, scores, and finishes.
+
+One thread calls it (see `engine_control.step_loop`), so it holds no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+import transformers
+
+from engine_control.control import Control
+from engine_control.engine import Finished, Progress
+from engine_control.errors import EngineDiedError, EngineError, EngineFaultError, InvalidRequestError, QueueFullError
+from engine_control.rank import Outcome, RankCommand, RankControl
+from engine_control.step_loop import StepLoop
+from llm_runtime.config import LLMConfig
+from llm_runtime.engine.certification import Exactness, make_exact
+from llm_runtime.engine.kv_cache import KVCache, PagePool
+from llm_runtime.engine.model_runner import ModelRunner
+from llm_runtime.engine.radix_cache import RadixCache
+from llm_runtime.engine.rank_weights import RankWeights, rank_settings
+from llm_runtime.engine.sampler import draw
+from llm_runtime.engine.scheduler import Chunk, Scheduler
+from llm_runtime.engine.scoring import StepPlan, note_drawn, note_scored, plan_step
+from llm_runtime.engine.sequence import Sequence
+from llm_runtime.models.base import CausalLM
+from llm_runtime.models.loading import load_model, model_folder
+from llm_runtime.output import FinishReason, GenerateOutput
+from llm_runtime.params import GenerateRequest
+from llm_runtime.text import StopChecker, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
+OnDeath = Callable[[EngineDiedError], None]
+COUNTED = (
+    "steps",
+    "tokens_prefilled",
+    "tokens_decoded",
+    "tokens_cached",
+    "requests_finished",
+    "requests_failed",
+    "requests_aborted",
+    "requests_retracted",
+)
+
+
+def build_engine(config: LLMConfig, *, on_death: OnDeath | None = None) -> LLMEngine:
+    """Loads the model that `config` names and returns an idle engine.
+
+    Raises:
+        InvalidRequestError: the model can't be loaded, or no family serves it.
+        NotExactError: `config.deterministic` insists on exactness that can't be had.
+    """
+    model = load_model(config)
+    folder = config.tokenizer_path or model_folder(config.model_path)
+    tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
+    return LLMEngine(model, config, tokenizer=tokenizer)
+
+
+class LLMEngine:
+    """Advances many sequences, one forward at a time: an `engine_control.engine.ControlledEngine`."""
+
+    def __init__(self, model: CausalLM, config: LLMConfig | None = None, *, tokenizer: Tokenizer | None = None) -> None:
+        """Is idle afterwards. Certifies the model on its device (see `certification`)."""
+        self.config = config or LLMConfig()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.weight_version = self.config.weight_version
+        device = next(model.parameters()).device
+        self.context_length = min(
+            self.config.context_length or model.config.max_position_embeddings, model.config.max_position_embeddings
+        )
+        page_size = self.config.page_size
+        pages = -(-self._cache_tokens(device) // page_size) + 1  # page 0 is nobody's
+        cache = KVCache(
+            pages,
+            page_size,
+            layers=model.config.num_hidden_layers,
+            kv_heads=model.local_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.config.dtype,
+            device=device,
+        )
+        self.runner = ModelRunner(model, cache, device)
+        self.exactness: Exactness = make_exact(self.runner, self.config.deterministic)
+        self._pool = PagePool(pages)
+        self.prefixes = RadixCache(self._pool, page_size, enabled=not self.config.disable_radix_cache)
+        self.scheduler = Scheduler(
+            self._pool,
+            self.prefixes,
+            page_size=page_size,
+            max_running=self.config.max_running_requests,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+        )
+        self.weights = RankWeights(self.runner, self.config, self._forget_prefixes)
+        self._rank = RankControl(self.weights, rank_settings(self.config, 0))
+        self._held = False
+        self._counts: Counter[str] = Counter()
+        self._arrivals = 0
+
+    def add_request(self, request_id: str, request: GenerateRequest) -> None:
+        """Checks the request against the model and queues it; see `StepEngine.add_request`."""
+        self.check_request(request)
+        if len(self.scheduler.waiting) >= self.config.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self.scheduler.waiting)} requests are waiting",
+                hint="Send it again later, or raise max_queued_requests.",
+            )
+        params = request.sampling
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.config.eos_token_ids))
+        checker = None
+        if params.stop:
+            assert self.tokenizer is not None  # check_request has seen to it
+            checker = StopChecker(self.tokenizer, params.stop)
+        self.scheduler.add(
+            Sequence(
+                request_id=request_id,
+                request=request,
+                arrival=self._arrivals,
+                max_new_tokens=self._max_new_tokens(request),
+                stop_token_ids=frozenset(stops),
+                stop_checker=checker,
+            )
+        )
+        self._arrivals += 1
+
+    def check_request(self, request: GenerateRequest) -> None:
+        """Refuses what `add_request` would refuse for the request's own sake, and queues nothing.
+
+        Raises:
+            InvalidRequestError: naming the field.
+        """
+        prompt, vocab = request.input_ids, self.model.config.vocab_size
+        if not prompt:
+            raise InvalidRequestError("the prompt has no token", code="empty_prompt", field="input_ids")
+        for field, tokens in (
+            ("input_ids", prompt),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("token_ids_logprob", request.token_ids_logprob),
+            ("logit_bias", tuple(request.sampling.logit_bias)),
+        ):
+            wrong = next((t for t in tokens if not 0 <= t < vocab), None)
+            if wrong is not None:
+                raise InvalidRequestError(
+                    f"there is no token {wrong}", field=field, value=wrong, hint=f"Tokens are 0 to {vocab - 1}."
+                )
+        room = min(self.context_length, self._pool.usable * self.config.page_size)
+        wanted = request.sampling.max_new_tokens
+        if len(prompt) + (wanted if wanted is not None else 1) > room:
+            what = "" if not wanted else f" and {wanted} new ones"
+            raise InvalidRequestError(
+                f"a prompt of {len(prompt)} tokens{what} doesn't fit: there is room for {room}",
+                code="prompt_too_long",
+                field="input_ids",
+                value=len(prompt),
+                hint="Shorten the prompt, lower max_new_tokens, or raise context_length or max_total_tokens.",
+            )
+        if request.logprob_start_len > len(prompt):
+            raise InvalidRequestError(
+                f"logprob_start_len={request.logprob_start_len} is beyond the prompt's {len(prompt)} tokens",
+                field="logprob_start_len",
+                value=request.logprob_start_len,
+            )
+        if request.sampling.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, and none is loaded",
+                field="sampling_params.stop",
+                value=list(request.sampling.stop),
+                hint="Send stop_token_ids, or start without --skip-tokenizer-init.",
+            )
+
+    def abort_request(self, request_id: str) -> bool:
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return False
+        self.scheduler.remove(sequence)
+        self._counts["requests_aborted"] += 1
+        return True
+
+    def partial_result(self, request_id: str) -> GenerateOutput | None:
+        """What there is by now, as SGLang's trainers depend on it: an aborted request is no error."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return None
+        waiting = "Abort in waiting queue" if not sequence.num_output else "Aborted"
+        return sequence.output(self.weight_version, FinishReason("abort", message=waiting))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.scheduler.running) or (bool(self.scheduler.waiting) and not self._held)
+
+    def hold_admission(self, held: bool) -> None:
+        self._held = held
+
+    def request_ids(self) -> list[str]:
+        return [s.request_id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+
+    def running_requests(self) -> list[str]:
+        return [s.request_id for s in self.scheduler.running]
+
+    def retract_requests(self) -> int:
+        """Their keys and values are computed again later, under the weights of then; tokens that were drawn stay."""
+        retracted = list(self.scheduler.running)
+        for sequence in retracted:
+            self.scheduler.retract(sequence)
+        return len(retracted)
+
+    def everywhere(self, command: RankCommand) -> list[Outcome]:
+        return [self._rank.carry_out(command)]
+
+    def flush_needs_idle(self) -> bool:
+        return True  # as SGLang's: who flushes wants to know that nothing goes on from what was cached
+
+    def step(self) -> Items[Finished[GenerateOutput] | Progress[GenerateOutput]]:
+        """One forward over the tokens of many sequences, and the next token of each that is computed to its end."""
+        chunks = self.scheduler.schedule(admit=not self._held)
+        if not chunks:
+            return []
+        plan = plan_step(chunks, self.config.page_size)
+        drawing, scored = self.runner.forward(plan.batch)
+        with torch.no_grad():
+            self._score(plan, scored)
+            bad = self._draw(plan, drawing)
+        return self._finish(chunks, plan, bad)
+
+    def fail_unfinished(self, error: EngineError) -> list[Finished[GenerateOutput]]:
+        failed = [*self.scheduler.running, *self.scheduler.waiting]
+        for sequence in failed:
+            sequence.epoch = None  # nobody knows what the step left in its pages
+            self.scheduler.remove(sequence)
+        self._counts["requests_failed"] += len(failed)
+        return [Finished(sequence.request_id, error=error) for sequence in failed]
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start, and what is in the engine now."""
+        held = self._pool.usable - self._pool.free
+        gauges = {
+            "requests_running": len(self.scheduler.running),
+            "requests_waiting": len(self.scheduler.waiting),
+            "tokens_in_use": sum(s.computed for s in self.scheduler.running),
+            "tokens_cached_now": self.prefixes.size * self.config.page_size,
+            "kv_cache_usage": held / self._pool.usable,
+        }
+        return {**{n: float(self._counts[n]) for n in COUNTED}, **{n: float(v) for n, v in gauges.items()}}
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless every page of the KV cache is accounted for."""
+        self.scheduler.check()
+
+    def describe(self) -> dict[str, object]:
+        """What is loaded and how, for `/server_info`."""
+        model, device = self.model.config, self.runner.device
+        return {
+            "model_path": self.config.model_path,
+            "architectures": [model.architecture],
+            "model_type": model.raw.get("model_type"),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(device),
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "weight_version": self.weight_version,
+            "vocab_size": model.vocab_size,
+            "eos_token_ids": list(model.eos_token_ids),
+            "context_length": self.context_length,
+            "max_total_num_tokens": self._pool.usable * self.config.page_size,
+            "max_req_input_len": min(self.context_length, self._pool.usable * self.config.page_size) - 1,
+            "max_running_requests": self.config.max_running_requests,
+            "page_size": self.config.page_size,
+            "tp_size": self.config.tp_size,
+            "dp_size": 1,
+            "deterministic": self.exactness.describe(),
+            "threads": torch.get_num_threads(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def controlled_by(self, loop: StepLoop[GenerateRequest, GenerateOutput]) -> Control:
+        """The control layer of this engine; afterwards the loop knows its commands."""
+        return Control(
+            self,
+            self.weights.target,
+            loop,
+            self.config.control,
+            needed_tags=frozenset({"weights", "kv_cache"}),
+            world_size=self.config.tp_size,
+        )
+
+    def close(self) -> None:
+        """Closes transports. The engine takes no step afterwards."""
+        self._rank.close()
+        self.weights.memory.close()
+
+    def _score(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        done = 0
+        for logits in self.runner.logits(hidden):
+            note_scored(logits, plan.scored[done : done + len(logits)])
+            done += len(logits)
+
+    def _draw(self, plan: StepPlan, hidden: torch.Tensor) -> set[str]:
+        """Appends the next token of each sequence that draws one; returns the ids of those whose logits are no
+        numbers."""
+        done, bad = 0, set()
+        for logits in self.runner.logits(hidden):
+            sequences = plan.drawing[done : done + len(logits)]
+            done += len(logits)
+            drawn = draw(logits, sequences)
+            broken = drawn.log_probs[:, 0].isnan().tolist()
+            bad |= {s.request_id for s, wrong in zip(sequences, broken, strict=True) if wrong}
+            wanted = [i for i, s in enumerate(sequences) if s.max_new_tokens and not broken[i]]
+            note_drawn(drawn.of(wanted), [sequences[i] for i in wanted])
+            for i in wanted:
+                sequences[i].append(drawn.tokens[i], self.weight_version)
+            for sequence in sequences:
+                if not sequence.max_new_tokens:
+                    sequence.finish_reason = FinishReason("length", length=0)
+        return bad
+
+    def _finish(
+        self, chunks: Items[Chunk], plan: StepPlan, bad: set[str]
+    ) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
+        """Notes what is computed, and hands out what is finished, failed, or asked to be shown."""
+        self._counts["steps"] += 1
+        results: list[Finished[GenerateOutput] | Progress[GenerateOutput]] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.request_id in bad:
+                sequence.epoch = None
+            self.scheduler.computed(chunk)
+            decoded = chunk.start >= sequence.num_prompt and chunk.end - chunk.start == 1
+            self._counts["tokens_decoded" if decoded else "tokens_prefilled"] += chunk.end - chunk.start
+        for sequence in plan.drawing:
+            if sequence.request_id in bad:
+                self.scheduler.remove(sequence)
+                self._counts["requests_failed"] += 1
+                fault = EngineFaultError(
+                    "the model's output is not finite", hint="Look at the weights: the last update may hold NaN."
+                )
+                results.append(Finished(sequence.request_id, error=fault))
+            elif sequence.finish_reason is not None:
+                self.scheduler.remove(sequence)
+                self._counts["requests_finished"] += 1
+                self._counts["tokens_cached"] += sequence.cached_tokens or 0
+                results.append(Finished(sequence.request_id, result=sequence.output(self.weight_version)))
+            elif sequence.request.stream:
+                results.append(Progress(sequence.request_id, sequence.output(self.weight_version)))
+        return results
+
+    def _forget_prefixes(self) -> None:
+        self.prefixes.reset()
+
+    def _max_new_tokens(self, request: GenerateRequest) -> int:
+        wanted = request.sampling.max_new_tokens
+        room = min(self.context_length, self._pool.usable * self.config.page_size) - len(request.input_ids)
+        return room if wanted is None else wanted
+
+    def _cache_tokens(self, device: torch.device) -> int:
+        """How many tokens the KV cache holds."""
+        if self.config.max_total_tokens is not None:
+            return self.config.max_total_tokens
+        if device.type != "cuda":
+            return max(CPU_TOKENS, self.context_length)
+        model, page_size = self.model.config, self.config.page_size
+        free, total = torch.cuda.mem_get_info(device)
+        room = free - total * (1 - self.config.mem_fraction_static)
+        page = KVCache.bytes_per_page(
+            page_size,
+            layers=model.num_hidden_layers,
+            kv_heads=self.model.local_kv_heads,
+            head_dim=model.head_dim,
+            dtype=model.dtype,
+        )
+        pages = int(room // page)
+        if pages < 1:
+            raise InvalidRequestError(
+                f"no room for a KV cache: {free} bytes are free beside the weights, of {total}",
+                field="mem_fraction_static",
+                value=self.config.mem_fraction_static,
+                hint="Raise mem_fraction_static, or use more GPUs (tp_size).",
+            )
+        return pages * page_size

@@ -1,0 +1,204 @@
+"""Which tokens the next step computes: one of every sequence that decodes, and as much of prompts as fits beside.
+
+A prompt that is longer is computed in chunks; prefill, a chunk and decoding are the same to it: tokens from
+`sequence.computed` on. Pages are taken as they are needed. When there are none left, the sequence that came last goes
+back into the queue (it keeps its tokens, and their keys and values are computed again later): requests ask for far more
+tokens than most of them need, so that reserving for the worst case would leave most of the memory idle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from llm_runtime.engine.kv_cache import PagePool
+from llm_runtime.engine.radix_cache import RadixCache
+from llm_runtime.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in the next step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the next token is drawn after it."""
+        return self.end == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Owns the queue, the sequences in flight and their pages."""
+
+    def __init__(
+        self, pool: PagePool, cache: RadixCache, *, page_size: int, max_running: int, max_prefill_tokens: int
+    ) -> None:
+        self._pool = pool
+        self.cache = cache
+        self._page_size = page_size
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in the order of their arrival
+        self.retracted = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((s for s in (*self.running, *self.waiting) if s.request_id == request_id), None)
+
+    def schedule(self, *, admit: bool) -> list[Chunk]:
+        """The next step's chunks, decoding ones first; every page that they write to is held. With `admit`, waiting
+        sequences may begin. Nothing, if nothing can be computed."""
+        chunks = self._next_chunks(admit)
+        while not chunks and len(self.running) > 1:  # prompts that are half computed, and no page for any of them
+            self.retract(self.running[-1])
+            chunks = self._next_chunks(admit=False)
+        return chunks
+
+    def _next_chunks(self, admit: bool) -> list[Chunk]:
+        chunks = self._decoding()
+        budget = self._max_prefill_tokens
+        prefixes: set[tuple[int, ...]] = set()  # what is being computed in this step, and would be found by the next
+        for sequence in list(self.running):
+            if sequence.remaining > 1 and budget > 0:
+                chunk = self._chunk(sequence, budget)
+                if chunk is not None:
+                    budget -= chunk.end - chunk.start
+                    chunks.append(chunk)
+                    prefixes.add(self._next_prefix(sequence))
+        if admit:
+            self._admit(chunks, budget, prefixes)
+        return chunks
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk's keys and values are in their pages; whole pages of them can serve others."""
+        sequence = chunk.sequence
+        sequence.computed = chunk.end
+        if chunk.end - chunk.start > 1 or chunk.end % self._page_size == 0:
+            self._share(sequence)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Puts a sequence in flight back at its place in the queue, with its tokens."""
+        self._leave(sequence)
+        sequence.num_retractions += 1
+        self.retracted += 1
+        later = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
+        self.waiting.insert(later, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Afterwards it is gone, and holds nothing."""
+        if sequence in self.running:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def check(self) -> None:
+        """Raises `AssertionError` unless every page is held exactly by those that are known to hold it."""
+        held = [0] * self._pool.num_pages
+        for page in self.cache.pages():
+            held[page] += 1
+        for sequence in self.running:
+            assert len(sequence.pages) * self._page_size >= sequence.computed, sequence.request_id
+            for page in sequence.pages:
+                held[page] += 1
+        assert all(not sequence.pages for sequence in self.waiting)
+        assert held == self._pool.references
+        assert self._pool.free == sum(count == 0 for count in held[1:])
+
+    def _decoding(self) -> list[Chunk]:
+        """One token of each sequence that decodes, the oldest first. The youngest give way if there is no page."""
+        chunks: list[Chunk] = []
+        for sequence in list(self.running):
+            if sequence.remaining != 1 or sequence not in self.running:
+                continue
+            while sequence in self.running and not self._provide(sequence, len(sequence.tokens)):
+                self.retract(self.running[-1])
+            if sequence in self.running:
+                chunks.append(Chunk(sequence, sequence.computed, len(sequence.tokens)))
+        return [chunk for chunk in chunks if chunk.sequence in self.running]
+
+    def _admit(self, chunks: list[Chunk], budget: int, prefixes: set[tuple[int, ...]]) -> None:
+        """Begins waiting sequences, the first first. One whose beginning is just being computed waits a step for it."""
+        postponed: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_running:
+            sequence = self.waiting.popleft()
+            sequence.pages = self.cache.match(sequence.tokens, sequence.reusable)
+            sequence.computed = len(sequence.pages) * self._page_size
+            sequence.epoch = self.cache.epoch
+            prefix = self._next_prefix(sequence)
+            known = prefix in prefixes
+            chunk = None if known or not self._fits(sequence) else self._chunk(sequence, budget)
+            if chunk is None:
+                self._drop_pages(sequence)
+                postponed.append(sequence)
+                if known:
+                    continue
+                break
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
+            budget -= chunk.end - chunk.start
+            prefixes.add(prefix)
+            chunks.append(chunk)
+            self._enter(sequence)
+        self.waiting.extendleft(reversed(postponed))
+
+    def _enter(self, sequence: Sequence) -> None:
+        later = next((i for i, other in enumerate(self.running) if other.arrival > sequence.arrival), len(self.running))
+        self.running.insert(later, sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._share(sequence)
+        self.running.remove(sequence)
+        self._drop_pages(sequence)
+
+    def _drop_pages(self, sequence: Sequence) -> None:
+        self._pool.let_go(sequence.pages)
+        sequence.pages = []
+        sequence.computed = 0
+
+    def _share(self, sequence: Sequence) -> None:
+        whole = sequence.computed // self._page_size
+        pages = sequence.pages[:whole]
+        self.cache.insert(sequence.tokens[: whole * self._page_size], pages, sequence.epoch)
+        sequence.pages[:whole] = pages
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """As many of its tokens as the budget and the pages allow; None if that is none."""
+        end = min(sequence.computed + budget, len(sequence.tokens))
+        return Chunk(sequence, sequence.computed, end) if self._provide(sequence, end) else None
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there is room for all its tokens, and one more page for each sequence that decodes: a sequence that
+        would at once push another one out, or itself, had better wait."""
+        needed = self._pages_for(len(sequence.tokens)) - len(sequence.pages) + len(self.running)
+        return self._free_up(needed)
+
+    def _provide(self, sequence: Sequence, tokens: int) -> bool:
+        """Has the sequence hold pages for so many tokens, if there are any."""
+        missing = self._pages_for(tokens) - len(sequence.pages)
+        if missing > 0:
+            if not self._free_up(missing):
+                return False
+            sequence.pages += self._pool.allocate(missing)
+        return True
+
+    def _free_up(self, pages: int) -> bool:
+        if self._pool.free < pages:
+            self.cache.evict(pages - self._pool.free)
+        return self._pool.free >= pages
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _next_prefix(self, sequence: Sequence) -> tuple[int, ...]:
+        """The tokens up to the end of the first page that is still to be computed; if that page isn't whole, or is not
+        to be shared, something that no other sequence has."""
+        end = (sequence.computed // self._page_size + 1) * self._page_size
+        if end > sequence.reusable or not self.cache.enabled:
+            return (-1, id(sequence))
+        return tuple(sequence.tokens[:end])

@@ -1,0 +1,95 @@
+"""Which rows of a step's logits tell what: draws of next tokens, and log-probs of the prompts' own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from llm_runtime.engine.model_runner import ForwardBatch, batch_of
+from llm_runtime.engine.sampler import Drawn, likeliest, tempered
+from llm_runtime.engine.scheduler import Chunk
+from llm_runtime.engine.sequence import Sequence
+from llm_runtime.output import TokenLogprob
+from rl_kernels.norms import log_softmax as row_log_softmax
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step's batch; drawing: the sequences of its draw rows; scored: (sequence, prompt position) of its score rows,
+    each of which tells the log-prob of the token at that position."""
+
+    batch: ForwardBatch
+    drawing: list[Sequence]
+    scored: list[tuple[Sequence, int]]
+
+
+def plan_step(chunks: Items[Chunk], page_size: int) -> StepPlan:
+    """Row i of the batch is token i of the chunks, side by side."""
+    drawing: list[Sequence] = []
+    draw_rows: list[int] = []
+    scored: list[tuple[Sequence, int]] = []
+    score_rows: list[int] = []
+    first = 0
+    for chunk in chunks:
+        sequence = chunk.sequence
+        last_scored = min(chunk.end, sequence.num_prompt - 1)
+        for position in range(sequence.next_scored, last_scored + 1):
+            scored.append((sequence, position))
+            score_rows.append(first + position - 1 - chunk.start)
+        if chunk.draws:
+            drawing.append(sequence)
+            draw_rows.append(first + chunk.end - 1 - chunk.start)
+        first += chunk.end - chunk.start
+    batch = batch_of(chunks, draw_rows=draw_rows, score_rows=score_rows, page_size=page_size)
+    return StepPlan(batch, drawing, scored)
+
+
+def note_drawn(drawn: Drawn, sequences: Items[Sequence]) -> None:
+    """Keeps what was asked for of the drawn tokens' log-probs."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.wants_scores]
+    if not rows:
+        return
+    log_probs = drawn.log_probs if len(rows) == len(sequences) else drawn.log_probs[rows]
+    chosen = _of_tokens(log_probs, [drawn.tokens[row] for row in rows])
+    tops = _tops(log_probs, [sequences[row] for row in rows])
+    for i, row in enumerate(rows):
+        sequence, request = sequences[row], sequences[row].request
+        sequence.output_logprobs.append((chosen[i], drawn.tokens[row]))
+        if request.top_logprobs_num:
+            sequence.output_top.append(tops[i][: request.top_logprobs_num])
+        if request.token_ids_logprob:
+            sequence.output_ids_scored.append(_of_ids(log_probs[i], request.token_ids_logprob))
+
+
+def note_scored(logits: torch.Tensor, places: Items[tuple[Sequence, int]]) -> None:
+    """Keeps the log-probs of prompt tokens, from the logits `[rows, V]` before each."""
+    sequences = [sequence for sequence, _ in places]
+    log_probs = row_log_softmax(tempered(logits, [s.request.sampling for s in sequences]))
+    tokens = [sequence.tokens[position] for sequence, position in places]
+    chosen, tops = _of_tokens(log_probs, tokens), _tops(log_probs, sequences)
+    for i, (sequence, position) in enumerate(places):
+        request = sequence.request
+        sequence.input_logprobs.append((chosen[i], tokens[i]))
+        sequence.next_scored = position + 1
+        if request.top_logprobs_num:
+            sequence.input_top.append(tops[i][: request.top_logprobs_num])
+        if request.token_ids_logprob:
+            sequence.input_ids_scored.append(_of_ids(log_probs[i], request.token_ids_logprob))
+
+
+def _of_tokens(log_probs: torch.Tensor, tokens: Items[int]) -> list[float]:
+    index = torch.tensor(tokens, device=log_probs.device)[:, None]
+    found: list[float] = log_probs.gather(1, index)[:, 0].tolist()
+    return found
+
+
+def _tops(log_probs: torch.Tensor, sequences: Items[Sequence]) -> list[list[TokenLogprob]]:
+    most = max((sequence.request.top_logprobs_num for sequence in sequences), default=0)
+    return likeliest(log_probs, most) if most else []
+
+
+def _of_ids(row: torch.Tensor, ids: Items[int]) -> list[TokenLogprob]:
+    values: list[float] = row[torch.tensor(ids, device=row.device)].tolist()
+    return list(zip(values, ids, strict=True))
