@@ -14,7 +14,7 @@ from llm_runtime.models.base import TensorParallel
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of an axis: part `index` of `parts` equal ones, the same one as the rest of `copies` neighbours."""
+    """What a rank has of an axis: part `index` of `parts` equal ones, which `copies` neighbouring ranks have alike."""
 
     parts: int = 1
     index: int = 0

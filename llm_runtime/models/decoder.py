@@ -13,7 +13,7 @@ from llm_runtime.layers.mlp import GatedMLP
 from llm_runtime.layers.norm import RMSNorm
 from llm_runtime.layers.rotary import RotaryEmbedding
 from llm_runtime.models.base import Attention, CausalLM, ModelConfig, OneRank, TensorParallel
-from llm_runtime.models.weights import PlacedWeights
+from llm_runtime.models.weights import PlacedWeights, SharedWeights
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class DecoderLayer(torch.nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[N, hidden_size]` each. The layer's result is the sum of the two tensors returned: the next norm adds them."""
+        """`[N, hidden_size]` each. The layer's result is the sum of the two tensors returned; the next norm adds them
+        up."""
         normed, residual = self.input_layernorm.add(x, residual)
         normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, *rotary, attention), residual)
         return self.mlp(normed), residual
@@ -136,4 +137,5 @@ class DecoderLM(CausalLM):
         return logits
 
     def refit_target(self) -> PlacedWeights:
-        return PlacedWeights(self, self.tensor_parallel)
+        kind = PlacedWeights if self.tensor_parallel.size == 1 else SharedWeights
+        return kind(self, self.tensor_parallel)

@@ -15,7 +15,7 @@ from llm_runtime.models import families
 from llm_runtime.models.base import CausalLM, TensorParallel
 from llm_runtime.models.checkpoint import checkpoint_tensors
 from llm_runtime.models.decoder import DecoderLM
-from llm_runtime.models.model_config import dtype_named, longest_context, read_model_config
+from llm_runtime.models.model_config import dtype_named, read_model_config
 from llm_runtime.models.weights import MODULE, PlacedWeights
 
 EMBEDDED = "embedded"
@@ -36,12 +36,13 @@ def load_model(config: LLMConfig, tensor_parallel: TensorParallel | None = None)
     model_config = read_model_config(folder)
     if config.dtype != "auto":
         model_config = replace(model_config, dtype=dtype_named(config.dtype))
-    longest = longest_context(model_config)
+    longest = model_config.max_position_embeddings
     if config.context_length is not None and config.context_length > longest:
         raise InvalidRequestError(
-            f"context_length={config.context_length} is more than the {longest} positions that the model is made for",
+            f"context_length={config.context_length} is more than max_position_embeddings={longest}",
             field="context_length",
             value=config.context_length,
+            hint="Leave it out, or state the longer context (and its rope scaling) in the model's config.json.",
         )
     family = family_of(model_config.architecture)
     automatic = "cuda" if torch.cuda.is_available() else "cpu"

@@ -73,15 +73,6 @@ def dtype_named(name: object) -> torch.dtype:
     return DTYPES[short]
 
 
-def longest_context(config: ModelConfig) -> int:
-    """The most positions that the model is made for: more than `max_position_embeddings` says if YaRN stretches it."""
-    scaling = config.rope_scaling or {}
-    if rope_type(scaling) != "yarn":
-        return config.max_position_embeddings
-    stretched = scaling.get("original_max_position_embeddings", 0) * scaling.get("factor", 1)
-    return max(config.max_position_embeddings, int(stretched))
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

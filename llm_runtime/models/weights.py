@@ -18,8 +18,7 @@ class PlacedWeights:
     """This rank's `RefitTarget`: one module called `model`, with every tensor's name and whole shape as a checkpoint
     has them, in the dtype that the model is computed in.
 
-    Where ranks share a model, reading a tensor of `checkpoint_tensors` is a collective: every rank reads the same ones
-    in the same order. No view of a weight outlives a call, since sleeping may have moved it.
+    No view of a weight outlives a call, since sleeping may have moved it.
     """
 
     def __init__(self, model: torch.nn.Module, tensor_parallel: TensorParallel) -> None:
@@ -63,6 +62,19 @@ class PlacedWeights:
 
     def finish(self, modules: Sequence[str]) -> None:
         """Nothing to do, as at `begin`."""
+
+
+class SharedWeights(PlacedWeights):
+    """The same of a model that several ranks share: an `engine_control.refit.target.ShardedTarget`. Reading a tensor of
+    `checkpoint_tensors` is a collective: every rank reads the same ones in the same order."""
+
+    def own_part(self, module: str, name: str) -> torch.Tensor:
+        """`ShardedTarget.own_part`: whole in shape, with zeros where other ranks' parts are."""
+        piece = self._pieces[name]
+        live = piece.live()
+        whole = live.new_zeros(piece.shape)
+        piece.part_of(whole).copy_(live)
+        return whole
 
 
 class _Whole(Mapping[str, torch.Tensor]):
