@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_rl.batch import Rows
-from diffusion_rl.parallel.groups import RankGroup
+from engine_control.groups import RankGroup
 
 Forward = Callable[[Rows], torch.Tensor]
 GuidancePass = Callable[[Forward, Rows, Rows], tuple[torch.Tensor, torch.Tensor]]

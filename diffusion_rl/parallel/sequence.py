@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from diffusion_rl.parallel.groups import RankGroup
 from engine_control.errors import EngineFaultError
+from engine_control.groups import RankGroup
 from rl_kernels import AttentionPlan
 
 Stream = Literal["image", "text"]
