@@ -21,11 +21,12 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from diffusion_rl.params import Limits
-from diffusion_rl.server.middleware import BodyLimit
 from diffusion_rl.server.negotiation import MAX_RANGES, choose_wire
-from diffusion_rl.server.responses import SMALL_BODY_BYTES, read_body
+from diffusion_rl.server.problem import problem_response
 from diffusion_rl.server.schema import MAX_ITEMS, RolloutRequest, outline, parse_rollout_request
 from engine_control.errors import EngineError, InvalidRequestError, NotAcceptableError
+from engine_control.server.clients import SMALL_BODY_BYTES, read_body
+from engine_control.server.middleware import BodyLimit
 
 REQUEST = {"prompt": "a red square", "width": 64, "height": 64, "num_inference_steps": 3, "seed": 5}
 LONG = {**REQUEST, "num_inference_steps": 1000}
@@ -264,7 +265,11 @@ def test_once_the_body_is_there_the_limit_is_over() -> None:
     async def send(message: Any) -> None:
         raise AssertionError(message)
 
-    asyncio.run(BodyLimit(app, max_bytes=10, timeout_s=0.05)({"type": "http", "headers": []}, receive, send))
+    asyncio.run(
+        BodyLimit(app, failure=problem_response, max_bytes=10, timeout_s=0.05)(
+            {"type": "http", "headers": []}, receive, send
+        )
+    )
     assert types == ["http.request", "http.request", "http.disconnect"]
 
 

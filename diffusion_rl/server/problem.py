@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from engine_control.errors import EngineError, InvalidRequestError, RequestAbortedError
-
-logger = logging.getLogger(__name__)
+from engine_control.errors import EngineError
+from engine_control.server.failures import retry_headers
 
 PROBLEM_TYPE = "application/problem+json"
-RETRY_AFTER_S = 1
 TITLES = {499: "Client Closed Request"}
 
 
@@ -37,9 +31,6 @@ class Problem(BaseModel):
 
 def problem_response(error: EngineError) -> Response:
     """The error as a response."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    if error.status == 408:
-        headers["connection"] = "close"  # the rest of the body may still come, and is no request
     return _response(
         Problem(
             title=_title(error.status),
@@ -50,44 +41,16 @@ def problem_response(error: EngineError) -> Response:
             value=error.value,
             hint=error.hint,
         ),
-        headers,
+        retry_headers(error),
     )
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Afterwards every error that leaves a route, or the routing itself, is answered as problem+json."""
-
-    async def engine_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineError)
-        return problem_response(error)
-
-    async def validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        field = str(first["loc"][-1]) if first["loc"] else None
-        return problem_response(InvalidRequestError(str(first["msg"]), field=field, value=first.get("input")))
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        title = _title(error.status_code)
-        code = title.lower().replace(" ", "_").replace("-", "_")
-        problem = Problem(title=title, status=error.status_code, detail=str(error.detail), code=code, hint="See /docs.")
-        return _response(problem, dict(error.headers or {}))
-
-    async def client_gone(request: Request, error: Exception) -> Response:
-        return problem_response(RequestAbortedError("the client closed the connection"))
-
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        logger.error("a request failed in the HTTP process", exc_info=error)
-        return problem_response(
-            EngineError(f"{type(error).__name__} in the HTTP process", hint="See the service's log.")
-        )
-
-    app.add_exception_handler(EngineError, engine_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(ClientDisconnect, client_gone)
-    app.add_exception_handler(Exception, unforeseen)
+def http_problem(error: HTTPException) -> Response:
+    """What the routing refuses, as a response."""
+    title = _title(error.status_code)
+    code = title.lower().replace(" ", "_").replace("-", "_")
+    problem = Problem(title=title, status=error.status_code, detail=str(error.detail), code=code, hint="See /docs.")
+    return _response(problem, dict(error.headers or {}))
 
 
 def _response(problem: Problem, headers: dict[str, str]) -> Response:

@@ -1,21 +1,13 @@
-"""How a request's body is read, how a reply is sent, and how a client that leaves meanwhile is noticed."""
+"""How a reply is sent, and how much of replies is not sent yet."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import TypeVar
-
 from prometheus_client import Gauge
-from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from diffusion_rl.server.encoding import EncodedBody
-from engine_control.errors import RequestAbortedError
-
-T = TypeVar("T")
-SMALL_BODY_BYTES = 64 * 1024  # takes a millisecond to parse, however it is made
+from engine_control.errors import QueueFullError
 
 
 class RepliesInFlight:
@@ -26,9 +18,16 @@ class RepliesInFlight:
         self._limit = limit
         self._gauge = gauge
 
-    @property
-    def too_many(self) -> bool:
-        return self.held_bytes > self._limit
+    def refusal(self) -> QueueFullError | None:
+        """Why no further reply may be begun now: what a slow client has not yet taken is memory."""
+        if self.held_bytes <= self._limit:
+            return None
+        return QueueFullError(
+            f"{self.held_bytes} bytes of replies are not taken by their clients",
+            code="reply_memory_full",
+            value=self.held_bytes,
+            hint="Read your replies; retry later, or raise the server's --max-reply-mb.",
+        )
 
     def add(self, change: int) -> None:
         """Counts a reply that begins (its length), or one that has ended, well or not (minus its length)."""
@@ -52,33 +51,3 @@ class BodyResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._replies.add(-self._length)
-
-
-async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of the request's body: a large one in a worker thread, so that the event loop stays free."""
-    body = await request.body()
-    return read(body) if len(body) <= SMALL_BODY_BYTES else await asyncio.to_thread(read, body)
-
-
-async def unless_disconnected(request: Request, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away first. The request's body must be read before.
-
-    Raises:
-        RequestAbortedError: the client went away.
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RequestAbortedError("the client closed the connection")
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -6,19 +6,19 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diffusion_rl import __version__
 from diffusion_rl.server.encoding import CONTENT_TYPES
-from diffusion_rl.server.metrics import PAGE_TYPE
 from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
 from diffusion_rl.server.problem import PROBLEM_TYPE, Problem
-from diffusion_rl.server.responses import BodyResponse, read_body, unless_disconnected
+from diffusion_rl.server.responses import BodyResponse
 from diffusion_rl.server.schema import EXAMPLE, RolloutRequest, load_json, outline
-from diffusion_rl.server.service import HEALTH_WAIT_S, RolloutService
-from engine_control.errors import EngineError, InvalidRequestError
-from engine_control.process import EngineState
+from diffusion_rl.server.service import RolloutService
+from engine_control.errors import InvalidRequestError
+from engine_control.server.clients import read_body, unless_disconnected
+from engine_control.server.metrics import PAGE_TYPE
 
 ROLLOUT_PATH = "/rollout/generate"
 REFUSALS = {
@@ -89,44 +89,6 @@ def rollout_router(service: RolloutService) -> APIRouter:
                 "must be a string", field="rid", value=outline(rid), hint="Send the request's rid, or abort_all: true."
             )
         return AbortReply(success=True, aborted=await service.abort(rid, prefix=bool(prefix)))
-
-    return router
-
-
-def health_router(service: RolloutService) -> APIRouter:
-    """`/health`, `/liveness` and `/health_generate`."""
-    router = APIRouter(tags=["health"])
-
-    @router.get("/health", responses={503: {"description": "Starting, restarting, gone, or with broken weights."}})
-    async def health() -> JSONResponse:
-        """Whether the engine is well. Answers at once, whatever the engine is doing; paused or asleep, it is well."""
-        state = service.supervisor.state
-        if state is EngineState.READY:
-            known = await service.control_state(HEALTH_WAIT_S)
-            if known is not None and known["state"] == "inconsistent":
-                return JSONResponse({"status": "unhealthy", "state": "inconsistent", "error": known["reason"]}, 503)
-            return JSONResponse({"status": "ok"})
-        error = service.supervisor.last_error
-        status = "starting" if state is EngineState.STARTING else "unhealthy"
-        text = error.message if error is not None else f"the engine is {state.value}"
-        return JSONResponse({"status": status, "state": state.value, "error": text}, 503)
-
-    @router.get("/liveness")
-    async def liveness() -> JSONResponse:
-        """Whether this HTTP process lives, and no more than that."""
-        return JSONResponse({"status": "ok"})
-
-    @router.get("/health_generate", responses={503: {"description": "The rollout failed or took too long."}})
-    async def health_generate() -> JSONResponse:
-        """Runs a real rollout: one step of the smallest picture."""
-        try:
-            await service.health_generate()
-        except EngineError as error:
-            return JSONResponse({"status": "unhealthy", "error": str(error)}, 503)
-        except TimeoutError:
-            limit = service.config.health_generate_timeout_s
-            return JSONResponse({"status": "unhealthy", "error": f"no answer within {limit:g} s"}, 503)
-        return JSONResponse({"status": "ok"})
 
     return router
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,50 +14,45 @@ from diffusion_rl.config import EngineConfig, ServerConfig, Wire, engine_environ
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.server.encoding import EncodedBody, encode
-from diffusion_rl.server.metrics import Metrics
 from diffusion_rl.server.responses import RepliesInFlight
 from diffusion_rl.server.rows import response_rows, sample_from_plain
 from diffusion_rl.server.schema import ParsedRequest, load_json, parse_rollout_request
-from engine_control.errors import EngineUnavailableError
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
-from engine_control.server.port import KnownState
-
-logger = logging.getLogger(__name__)
+from engine_control.server.metrics import Metrics
+from engine_control.server.service import EngineService
 
 WORKER_MODULE = "diffusion_rl.server.worker"
-STATS_TIMEOUT_S = 2.0  # a step in progress may take longer; then the last known numbers are shown
-HEALTH_WAIT_S = 0.05  # of /health for the engine's state, of which the last known one will do
+GAUGES = ("requests_in_engine", "samples_waiting", "samples_running")
 HEALTH_PRIORITY = 2**31 - 1
 
 
-class RolloutService:
-    """One engine and what is served from it. Belongs to one app; nothing is shared between two of them."""
+class RolloutService(EngineService):
+    """One rollout engine and what is served from it."""
 
     def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
         self.engine_config = engine_config
         self.config = server_config
         self.started_at = int(time.time())
-        self.supervisor = EngineSupervisor(
+        self.model_name = server_config.served_model_name or engine_config.model_path
+        supervisor = EngineSupervisor(
             WORKER_MODULE,
             msgspec.json.encode(engine_config),
             environment=engine_environment(layout_of(engine_config.parallel).ranks),
             policy=RestartPolicy(server_config.engine_start_timeout_s, server_config.max_restarts),
         )
+        super().__init__(supervisor, health_generate_timeout_s=server_config.health_generate_timeout_s)
         self.metrics = Metrics(
-            max_batch_size=engine_config.max_batch_size,
-            restarts=lambda: self.supervisor.restarts,
-            ready=lambda: self.supervisor.state is EngineState.READY,
+            "diffusion_rl",
+            gauges=GAUGES,
+            restarts=lambda: supervisor.restarts,
+            ready=lambda: supervisor.state is EngineState.READY,
+            derive=lambda stats: _occupancy(stats, engine_config.max_batch_size),
         )
+        self.in_flight = self.metrics.gauge("rollouts_in_flight", "Rollout requests whose reply is not sent completely")
         self.replies = RepliesInFlight(
-            limit=server_config.max_reply_bytes_in_flight, gauge=self.metrics.reply_bytes_in_flight
+            limit=server_config.max_reply_bytes_in_flight,
+            gauge=self.metrics.gauge("reply_bytes_in_flight", "Length of the replies that are not sent completely"),
         )
-        self._state = KnownState(lambda: self.supervisor.call("control_state"), lambda: self.supervisor.process_id)
-        self._stats: dict[str, float] = {}
-        self._health_check: asyncio.Task[Any] | None = None
-
-    @property
-    def model_name(self) -> str:
-        return self.config.served_model_name or self.engine_config.model_path
 
     def parse(self, body: bytes) -> ParsedRequest:
         """The request that a body holds, checked as far as it can be without the model. Any thread may call this.
@@ -76,16 +69,6 @@ class RolloutService:
             lenient=self.config.lenient_fields,
         )
 
-    def check_ready(self) -> None:
-        """Raises `EngineUnavailableError` unless the engine takes requests."""
-        if self.supervisor.state is EngineState.READY:
-            return
-        error = self.supervisor.last_error
-        raise EngineUnavailableError(
-            f"the engine is {self.supervisor.state.value}" + (f": {error.message}" if error else ""),
-            hint="Retry when /health answers 200.",
-        )
-
     async def roll_out(self, request: ParsedRequest, wire: Wire) -> EncodedBody:
         """The reply to a request. Cancelling this aborts the request between two steps.
 
@@ -99,64 +82,24 @@ class RolloutService:
         samples = [sample_from_plain(item) for item in plain]
         return encode(response_rows(samples, params, timesteps=self.config.dit_trajectory_timesteps), wire)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """As `ControlPort`. Afterwards the engine's state is asked anew."""
-        try:
-            return await self.supervisor.call(name, arguments)
-        finally:
-            self._state.refresh()
-
-    async def control_state(self, wait_s: float) -> Mapping[str, Any] | None:
-        """As `ControlPort`."""
-        self.check_ready()
-        return await self._state.current(wait_s)
-
     async def abort(self, rid: str, *, prefix: bool = False) -> bool:
         """Whether a request with this id, or any whose id begins with it, was there; it is aborted."""
         if not prefix:
             return await self.supervisor.abort(rid)
         return bool((await self.call("abort_requests", {"rid_prefix": rid}))["aborted"])
 
-    async def stats(self) -> dict[str, float]:
-        """The engine's counters; the last known ones if it doesn't answer at once."""
-        try:
-            self._stats = await asyncio.wait_for(self.supervisor.call("stats"), STATS_TIMEOUT_S)
-        except (EngineUnavailableError, TimeoutError) as error:
-            logger.debug("the engine's statistics are not fresh: %s", error)
-        return self._stats
-
-    async def description(self) -> dict[str, Any]:
-        """What the engine says of itself; what it said last if it doesn't answer at once."""
-        try:
-            return dict(await asyncio.wait_for(self.supervisor.call("describe"), STATS_TIMEOUT_S))
-        except (EngineUnavailableError, TimeoutError) as error:
-            logger.debug("the engine's description is not fresh: %s", error)
-            return self.supervisor.description
-
-    async def health_generate(self) -> None:
-        """Rolls out one step of the smallest picture, once for all who ask at the same time.
-
-        Raises:
-            EngineError: it failed.
-            TimeoutError: it took too long.
-        """
-        self.check_ready()
-        if self._health_check is None or self._health_check.done():
-            size = int(self.supervisor.description["size_multiple"])
-            params = RolloutParams(
-                prompt="health",
-                seed=0,
-                width=size,
-                height=size,
-                num_inference_steps=1,
-                rollout=False,
-                rollout_debug_mode=False,
-                priority=HEALTH_PRIORITY,
-            )
-            check = self.supervisor.submit(f"health-{uuid.uuid4().hex}", params)
-            timed = asyncio.wait_for(check, self.config.health_generate_timeout_s)
-            self._health_check = asyncio.create_task(timed, name="health-generate")
-        await asyncio.shield(self._health_check)
+    def smallest_request(self) -> RolloutParams:
+        size = int(self.supervisor.description["size_multiple"])
+        return RolloutParams(
+            prompt="health",
+            seed=0,
+            width=size,
+            height=size,
+            num_inference_steps=1,
+            rollout=False,
+            rollout_debug_mode=False,
+            priority=HEALTH_PRIORITY,
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """The body of `/server_info`."""
@@ -164,11 +107,14 @@ class RolloutService:
         return {
             **description,
             "served_model_name": self.model_name,
-            "engine": {
-                "state": self.supervisor.state.value,
-                "restarts": self.supervisor.restarts,
-                "process_id": self.supervisor.process_id,
-            },
+            "engine": self.engine_process(),
             "server": asdict(self.config),
             "stats": stats,
         }
+
+
+def _occupancy(stats: Mapping[str, float], max_batch_size: int) -> dict[str, float]:
+    """Samples a step, as a share of the largest batch."""
+    if not stats.get("steps"):
+        return {}
+    return {"batch_occupancy": stats["evaluations"] / stats["steps"] / max_batch_size}

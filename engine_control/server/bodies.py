@@ -74,7 +74,7 @@ async def read_fields(request: Request, shape: type[F]) -> F:
             "this route needs a JSON object as its body", code="invalid_json", hint="Send at least {}."
         )
     if body:
-        _check_content_type(request)
+        check_json_content_type(request)
     if len(body) <= SMALL_BODY_BYTES:
         return _decoded(body, _query(request), shape)
     return await asyncio.to_thread(_decoded, body, _query(request), shape)
@@ -89,14 +89,14 @@ def read_query(request: Request, shape: type[F]) -> F:
     return _decoded(b"", _query(request), shape)
 
 
-def fields_from(values: Mapping[str, object], shape: type[F]) -> F:
-    """The fields that are among these values.
+def fields_from(values: Mapping[str, object], shape: type[F], *, strict: bool = False) -> F:
+    """The fields that are among these values; `strict`: in their own types alone.
 
     Raises:
         InvalidRequestError: naming the field.
     """
     try:
-        return msgspec.convert(dict(values), shape, strict=False)
+        return msgspec.convert(dict(values), shape, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(error, shape) from error
 
@@ -144,7 +144,12 @@ def _query(request: Request) -> dict[str, Any]:
     return {key: given.getlist(key) if key in _REPEATABLE else value for key, value in given.items()}
 
 
-def _check_content_type(request: Request) -> None:
+def check_json_content_type(request: Request) -> None:
+    """Refuses a body that is labelled as anything but JSON.
+
+    Raises:
+        UnsupportedMediaTypeError: it is; a missing label is fine.
+    """
     kind = media_type(request)
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise UnsupportedMediaTypeError(

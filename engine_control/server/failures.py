@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine_control.errors import EngineError
+from engine_control.errors import EngineError, InvalidRequestError, RequestAbortedError
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Failure = Callable[[EngineError], Response]
+"""How an app writes an error."""
 RETRY_AFTER_S = 1
 
 
@@ -77,7 +85,39 @@ class VllmRoute(APIRoute):
         return _enveloped(super().get_route_handler(), vllm_failure)
 
 
-def _enveloped(handle: Handler, failure: Callable[[EngineError], Response]) -> Handler:
+def install_error_handlers(app: FastAPI, failure: Failure, http_failure: Callable[[HTTPException], Response]) -> None:
+    """Afterwards every error that leaves a route is answered as `failure` writes it, and what the routing itself
+    refuses as `http_failure` does."""
+
+    async def engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        return failure(error)
+
+    async def validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        field = str(first["loc"][-1]) if first["loc"] else None
+        return failure(InvalidRequestError(str(first["msg"]), field=field, value=first.get("input")))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return http_failure(error)
+
+    async def client_gone(request: Request, error: Exception) -> Response:
+        return failure(RequestAbortedError("the client closed the connection"))
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        logger.error("a request failed in the HTTP process", exc_info=error)
+        return failure(EngineError(f"{type(error).__name__} in the HTTP process", hint="See the service's log."))
+
+    app.add_exception_handler(EngineError, engine_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, unforeseen)
+
+
+def _enveloped(handle: Handler, failure: Failure) -> Handler:
     async def answered(request: Request) -> Response:
         try:
             return await handle(request)

@@ -14,8 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from diffusion_rl.config import ServerConfig
-from diffusion_rl.server.middleware import EndAtShutdown
+from engine_control.server.middleware import EndAtShutdown
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +22,8 @@ REPLY_GRACE_S = 3.0  # at shutdown, for clients that are taking a finished reply
 MAX_HEADER_BYTES = 64 * 1024
 
 
-def limited_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
-    """Uvicorn's protocol, with the limits of `config` on headers that don't end and on replies that nobody takes."""
+def limited_protocol(*, header_timeout_s: float, send_timeout_s: float) -> type[HttpToolsProtocol]:
+    """Uvicorn's protocol, with limits on headers that don't end and on replies that nobody takes."""
 
     class LimitedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +65,7 @@ def limited_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             super().pause_writing()
             if self._sending is None:
                 self._sending = self.loop.call_later(
-                    config.send_timeout_s, self._cut_off, "%s took nothing of its reply for %g s", config.send_timeout_s
+                    send_timeout_s, self._cut_off, "%s took nothing of its reply for %g s", send_timeout_s
                 )
 
         def resume_writing(self) -> None:
@@ -76,7 +75,7 @@ def limited_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
         def _await_headers(self) -> None:
             if self._awaiting is None:
                 self._awaiting = self.loop.call_later(
-                    config.body_timeout_s, self._cut_off, "%s sent no whole request in %g s", config.body_timeout_s
+                    header_timeout_s, self._cut_off, "%s sent no whole request in %g s", header_timeout_s
                 )
 
         def _stop_awaiting(self) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from prometheus_client import Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diffusion_rl.server.metrics import Metrics
-from diffusion_rl.server.problem import problem_response
-from diffusion_rl.server.responses import RepliesInFlight
 from engine_control.errors import BodyTimeoutError, EngineUnavailableError, PayloadTooLargeError, QueueFullError
+from engine_control.server.failures import Failure
+from engine_control.server.metrics import Metrics
 
 
 class BodyLimit:
@@ -23,6 +22,7 @@ class BodyLimit:
         self,
         app: ASGIApp,
         *,
+        failure: Failure,
         max_bytes: int,
         timeout_s: float,
         only: Collection[str] = (),
@@ -32,6 +32,7 @@ class BodyLimit:
         """`only`: the limits are for requests to these paths, if any are named; `but`: for those to all others.
         `raised_by`: what raises the two limits, for those who run into them."""
         self._app = app
+        self._failure = failure
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._only = frozenset(only)
@@ -44,7 +45,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await problem_response(self._too_large(int(declared)))(scope, receive, send)
+            await self._failure(self._too_large(int(declared)))(scope, receive, send)
             return
         received, complete = 0, False
         deadline = asyncio.get_running_loop().time() + self._timeout_s
@@ -113,24 +114,34 @@ class CountRequests:
 
 
 class LimitInFlight:
-    """Counts the requests to one path from their arrival to the last byte of their reply, and refuses more than so
-    many at a time; all of them while `replies` are too large: what a slow client has not yet taken is memory."""
+    """Counts the requests to some paths from their arrival to the last byte of their reply, and refuses more than so
+    many at a time, and all of them while there is another `obstacle`."""
 
-    def __init__(self, app: ASGIApp, *, path: str, gauge: Gauge, limit: int, replies: RepliesInFlight) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        failure: Failure,
+        paths: tuple[str, ...],
+        gauge: Gauge,
+        limit: int,
+        obstacle: Callable[[], QueueFullError | None] = lambda: None,
+    ) -> None:
         self._app = app
-        self._path = path
+        self._failure = failure
+        self._paths = paths
         self._gauge = gauge
         self._limit = limit
-        self._replies = replies
+        self._obstacle = obstacle
         self._count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(self._path):
+        if scope["type"] != "http" or not scope["path"].endswith(self._paths):
             await self._app(scope, receive, send)
             return
         refusal = self._refusal()
         if refusal is not None:
-            await problem_response(refusal)(scope, receive, send)
+            await self._failure(refusal)(scope, receive, send)
             return
         self._count += 1
         self._gauge.set(self._count)
@@ -143,14 +154,7 @@ class LimitInFlight:
     def _refusal(self) -> QueueFullError | None:
         if self._count >= self._limit:
             return QueueFullError(f"{self._count} requests are in flight", value=self._count, hint="Retry later.")
-        if self._replies.too_many:
-            return QueueFullError(
-                f"{self._replies.held_bytes} bytes of replies are not taken by their clients",
-                code="reply_memory_full",
-                value=self._replies.held_bytes,
-                hint="Read your replies; retry later, or raise the server's --max-reply-mb.",
-            )
-        return None
+        return self._obstacle()
 
 
 class EndAtShutdown:
@@ -168,8 +172,9 @@ class EndAtShutdown:
             for task in self.unanswered:
                 task.cancel()
 
-    def __init__(self, app: ASGIApp, *, requests: EndAtShutdown.Requests) -> None:
+    def __init__(self, app: ASGIApp, *, failure: Failure, requests: EndAtShutdown.Requests) -> None:
         self._app = app
+        self._failure = failure
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,4 +204,4 @@ class EndAtShutdown:
             error = EngineUnavailableError(
                 "the service is shutting down", code="shutting_down", hint="Retry once it is up again, or elsewhere."
             )
-            await problem_response(error)(scope, receive, send)
+            await self._failure(error)(scope, receive, send)
