@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import rl_kernels.paged_attention as paged
+from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.rms_norm import add_rms_norm, rms_norm
+from rl_kernels.rotary import apply_rotary
+from rl_kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (heads, kv_heads, head_dim)
@@ -206,3 +211,122 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         paged_attention(torch.zeros(1, 3, 16), cache, cache, plan, scale=1.0)
     with pytest.raises(ValueError, match="no gradient"):
         paged_attention(torch.zeros(1, 4, 16, requires_grad=True), cache, cache, plan, scale=1.0)
+
+
+# --- row by row -----------------------------------------------------------------------------------------------------
+
+ROWS = 70
+
+
+def rotary_table(positions: int, head_dim: int) -> torch.Tensor:
+    angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rowwise(width: int, dtype: torch.dtype) -> dict[str, Callable[[slice], tuple[torch.Tensor, ...]]]:
+    """Every operation on fixed inputs, as a function of the rows that it gets."""
+    head_dim = max(width // 4, 4) // 4 * 4
+    x, y, gate_up = (torch.randn(ROWS, n).to(dtype) for n in (width, width, 2 * width))
+    weight, head_weight = (1 + torch.randn(n).to(dtype) for n in (width, head_dim))
+    joint = torch.randn(ROWS, 6 * head_dim).to(dtype)
+    query, key = joint[:, : 3 * head_dim].unflatten(1, (3, -1)), joint[:, 4 * head_dim :].unflatten(1, (2, -1))
+    table, positions = rotary_table(300, head_dim), torch.randint(0, 300, (ROWS,))
+    logits, ids = torch.randn(ROWS, 17 * width) * 5, torch.randint(0, 17 * width, (ROWS, 3))
+    return {
+        "rms_norm": lambda r: (rms_norm(x[r], weight, 1e-6),),
+        "rms_norm of heads": lambda r: (rms_norm(query[r], head_weight, 1e-6),),
+        "add_rms_norm": lambda r: add_rms_norm(x[r], y[r], weight, 1e-6),
+        "apply_rotary": lambda r: apply_rotary(query[r], key[r], table, positions[r]),
+        "silu_mul": lambda r: (silu_mul(gate_up[r]),),
+        "row_log_softmax": lambda r: (row_log_softmax(logits[r]),),
+        "gather_log_probs": lambda r: (gather_log_probs(logits[r], ids[r]),),
+    }
+
+
+@pytest.mark.parametrize("width", [17, 64, 100, 896, 2048])
+@dtypes
+def test_a_row_of_every_operation_has_the_same_bits_alone_and_in_any_slice(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    for name, operation in rowwise(width, dtype).items():
+        with threads(1):
+            expected = operation(slice(None))
+        for count in (1, 2, 3):
+            with threads(count):
+                for first, end in [(0, ROWS), (0, 1), (5, 6), (69, 70), (1, 3), (3, 10), (7, 70), (2, 67)]:
+                    for part, full in zip(operation(slice(first, end)), expected, strict=True):
+                        assert torch.equal(part, full[first:end]), (name, first, end, count)
+
+
+def test_a_very_wide_row_has_the_same_bits_alone_and_on_two_threads() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 100_000), torch.randn(100_000)
+    with threads(1):
+        expected = rms_norm(x, weight, 1e-6)
+    with threads(2):
+        assert torch.equal(rms_norm(x[1:2], weight, 1e-6), expected[1:2])
+
+
+@dtypes
+def test_norms_round_where_qwen3_does(dtype: torch.dtype) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 9, 256).to(dtype)
+    theirs = Qwen3RMSNorm(256, eps=1e-6).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(1 + torch.randn(256))
+        normed, total = add_rms_norm(x, y, theirs.weight, 1e-6)
+        assert torch.equal(rms_norm(x, theirs.weight, 1e-6), theirs(x))
+        assert torch.equal(total, x + y)
+        assert torch.equal(normed, theirs(x + y))
+
+
+def test_rotary_turns_as_qwen3_does() -> None:
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    query, key = torch.randn(9, 4, 32), torch.randn(9, 2, 32)
+    table, positions = rotary_table(300, 32), torch.randint(0, 300, (9,))
+    cos, sin = (half.repeat(1, 2)[positions][None] for half in table.chunk(2, dim=-1))
+    theirs = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos, sin)
+    for ours, right in zip(apply_rotary(query, key, table, positions), theirs, strict=True):
+        assert torch.equal(ours, right[0].transpose(0, 1))
+
+
+@dtypes
+def test_silu_mul_is_silu_times_up(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.cat([torch.randn(9, 128) * 10, torch.tensor([-200.0, -90.0, 0.0, 200.0]).repeat(9, 32)], dim=1)
+    gate_up = gate_up.to(dtype).roll(64, dims=1).requires_grad_()
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected, ours = F.silu(gate) * up, silu_mul(gate_up)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+    (right,) = torch.autograd.grad(expected.float().sum(), gate_up)
+    (found,) = torch.autograd.grad(ours.float().sum(), gate_up)
+    torch.testing.assert_close(found, right, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+def test_gathered_log_probs_are_those_of_the_whole_row() -> None:
+    torch.manual_seed(0)
+    logits, ids = torch.randn(6, 1000) * 30, torch.randint(0, 1000, (6, 4))
+    logits[0, :990] = -torch.inf
+    whole_rows = row_log_softmax(logits)
+    torch.testing.assert_close(whole_rows.double(), logits.double().log_softmax(-1), atol=1e-4, rtol=1e-6)
+    assert torch.equal(gather_log_probs(logits, ids), whole_rows.gather(1, ids))
+
+
+def test_operations_refuse_what_does_not_fit() -> None:
+    x = torch.zeros(3, 64)
+    with pytest.raises(ValueError, match="weight of shape"):
+        rms_norm(x, torch.zeros(32), 1e-6)
+    with pytest.raises(ValueError, match="one dtype"):
+        add_rms_norm(x, x.bfloat16(), torch.zeros(64), 1e-6)
+    with pytest.raises(ValueError, match="takes cos_sin in"):
+        apply_rotary(x[:, None], x[:, None], torch.zeros(9, 64).bfloat16(), torch.zeros(3).long())
+    with pytest.raises(ValueError, match="gate_up of shape"):
+        silu_mul(torch.zeros(3, 63))
+    with pytest.raises(ValueError, match="in fp32"):
+        row_log_softmax(x.bfloat16())
+    with pytest.raises(ValueError, match=r"ids of shape \[3, k\]"):
+        gather_log_probs(x, torch.zeros(2, 1).long())

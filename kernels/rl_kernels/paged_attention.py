@@ -11,14 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from rl_kernels.fused import check_dtypes, check_shape
+from rl_kernels.fused import (
+    UNIT,
+    block_of,
+    check_dtypes,
+    check_shape,
+    launch,
+    readable,
+    runs_on_triton,
+    seen_by_modes,
+    units,
+)
 
 TILE = 64  # keys
-ROWS = 8  # query rows of a product: tokens x heads that share a kv head, as many whole tokens as fit
-GROUP_BYTES = 8 * 2**20  # of gathered tiles and scores: what stays in a cache of a CPU
+ROWS = 8  # CPU: query rows of a product, tokens x heads that share a kv head, as many whole tokens as fit
+GROUP_BYTES = 8 * 2**20  # CPU: of gathered tiles and scores, what stays in its cache
+BLOCK_ROWS = 32  # GPU: query rows of a program, for prompts and for single tokens: other sizes, other sums
+SPLIT = 256  # GPU: keys that are summed up by themselves; a multiple of TILE
+BUSY = 2  # GPU: programs a processor has to be given before splitting a context gains nothing
+LOG2_E = 1.4426950408889634
+MAX_ROW_BLOCK = 2048  # GPU: elements of a row that one program of store_kv copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +118,26 @@ class _Layout:
     blank: torch.Tensor | None
 
 
+@seen_by_modes
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Writes key and value `[N, kv_heads, D]` into the caches `[pages * page_size, kv_heads, D]` at slots `[N]` int64.
 
-    A slot is page * page_size + offset; a row whose slot is -1 is left out.
+    A slot is page * page_size + offset; a row whose slot is -1 is left out. The caches are contiguous.
+
+    Raises:
+        ValueError: shapes that don't fit, several dtypes or devices.
     """
     check_dtypes("store_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_shape("store_kv", "value", value, tuple(key.shape))
     check_shape("store_kv", "slots", slots, (key.shape[0],))
+    check_shape("store_kv", "key_cache", key_cache, (len(key_cache), *key.shape[1:]))
+    check_shape("store_kv", "value_cache", value_cache, tuple(key_cache.shape))
+    width = key.shape[1] * key.shape[2]
+    if key.numel() and runs_on_triton(key, UNIT) and width % UNIT == 0:
+        _launch_store(key.flatten(1), value.flatten(1), key_cache, value_cache, slots)
+        return
     if bool((slots < 0).any()):
         kept = slots >= 0
         key, value, slots = key[kept], value[kept], slots[kept]
@@ -119,13 +145,22 @@ def store_kv(
     value_cache.index_copy_(0, slots, value)
 
 
+@seen_by_modes
 def paged_attention(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    split: bool | None = None,
 ) -> torch.Tensor:
     """`softmax(scale * q k^T) v` over each row's sequence up to its own position: query and result `[N, heads, D]`.
 
     The caches `[pages * page_size, kv_heads, D]` hold the new keys and values already; head h reads kv head
-    h // (heads / kv_heads). fp32 inside, rounded once. It has no gradient.
+    h // (heads / kv_heads). fp32 inside, rounded once; on a GPU in half precision the
+    probabilities are rounded too. It has no gradient. split: on a GPU, whether single queries of a whole batch
+    are spread over programs along their contexts; None lets the number of programs decide. It changes no bits.
 
     Raises:
         ValueError: shapes that don't fit the plan, several dtypes or devices, or a query that requires a gradient.
@@ -133,7 +168,14 @@ def paged_attention(
     _check(query, key_cache, value_cache, plan)
     if not query.numel():
         return torch.empty_like(query)
-    return _on_cpu(query, key_cache, value_cache, plan, scale=scale)
+    if not runs_on_triton(query, query.shape[2]):
+        return _in_torch(query, key_cache, value_cache, plan, scale=scale)
+    if plan.longest_query > 1:
+        split = False
+    elif split is None:
+        split = _leaves_processors_idle(query.device, len(plan.lengths) * key_cache.shape[1])
+    attend = _launch_splits if split else _launch_whole
+    return attend(readable(query), key_cache, value_cache, plan, scale=scale)
 
 
 def _check(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan) -> None:
@@ -147,11 +189,13 @@ def _check(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tens
             f"paged_attention takes a cache [slots, kv_heads, {head_dim}] with kv_heads that divide {heads}, "
             f"got {tuple(key_cache.shape)}"
         )
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        raise ValueError("paged_attention takes contiguous caches; make each layer's cache a tensor of its own")
     if torch.is_grad_enabled() and query.requires_grad:
         raise ValueError("paged_attention has no gradient; call it under torch.no_grad(), or detach the query")
 
 
-def _on_cpu(
+def _in_torch(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
 ) -> torch.Tensor:
     """Group by group. Half-precision tiles are widened, which is exact: a half-precision product would round the
@@ -159,7 +203,7 @@ def _on_cpu(
     _, heads, head_dim = query.shape
     kv_heads = key_cache.shape[1]
     layout = _layout(plan, kv_heads, heads // kv_heads, head_dim)
-    keys, values = (cache.reshape(-1, head_dim) for cache in (key_cache, value_cache))
+    keys, values = key_cache.view(-1, head_dim), value_cache.view(-1, head_dim)
     found = [_attend(query, keys, values, group, scale=scale) for group in layout.groups]
     out = (found[0] if len(found) == 1 else torch.cat(found)).index_select(0, layout.places)
     if layout.blank is not None:
@@ -222,7 +266,8 @@ def _layout(plan: PagedPlan, kv_heads: int, shared: int, head_dim: int) -> _Layo
             places[row : row + count] = torch.arange(place * tokens, place * tokens + count)
         first = end
     blank = [row for s, n in enumerate(plan.lengths) if n == 0 for row in range(plan.starts[s], plan.starts[s + 1])]
-    layout = _Layout(tuple(groups), places, torch.tensor(blank) if blank else None)
+    device = plan.page_table.device
+    layout = _Layout(tuple(groups), places.to(device), torch.tensor(blank, device=device) if blank else None)
     plan._layouts[kv_heads, shared, head_dim] = layout
     return layout
 
@@ -236,11 +281,105 @@ def _group(
     _, sequence, row, position, count = torch.tensor(items).T[:, :, None]
     token = torch.minimum(torch.arange(tokens), count - 1)
     # Behind the last key of a sequence its own last key is read again: a finite number that gets the weight 0.
-    last = (plan.context_lengths.to(torch.int64)[sequence] - 1).clamp_(min=0)
+    last = (torch.tensor(plan.lengths)[sequence] - 1).clamp_(min=0)
     place = torch.minimum(torch.arange(tiles * TILE), last)
-    page = plan.page_table[sequence, place // plan.page_size].to(torch.int64)
+    page = plan.page_table.cpu()[sequence, place // plan.page_size].to(torch.int64)
     slots = (page * plan.page_size + place % plan.page_size).view(len(items), tiles, 1, TILE).transpose(0, 1)
     keys = slots * kv_heads + torch.arange(kv_heads)[:, None]
     positions = (position + token).repeat_interleave(shared, dim=1)[None, :, None, :, None]
     hidden = torch.arange(tiles * TILE).view(tiles, 1, 1, 1, TILE) > positions
-    return _Group(row + token, keys.contiguous(), hidden, tiles)
+    device = plan.page_table.device
+    return _Group((row + token).to(device), keys.contiguous().to(device), hidden.to(device), tiles)
+
+
+def _leaves_processors_idle(device: torch.device, programs: int) -> bool:
+    if device.type != "cuda":
+        return False
+    return programs < BUSY * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _constants(query: torch.Tensor, cache: torch.Tensor, plan: PagedPlan, *, scale: float) -> dict[str, Any]:
+    _, heads, head_dim = query.shape
+    shared = heads // cache.shape[1]
+    return {
+        "SCALE": scale * LOG2_E,
+        "PAGE": plan.page_size,
+        "KV_HEADS": cache.shape[1],
+        "SHARED": shared,
+        "BLOCK_SHARED": block_of(shared),
+        "TILE": TILE,
+        "SPLIT": SPLIT,
+        "ROWS": max(BLOCK_ROWS, block_of(shared)),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_of(head_dim),
+    }
+
+
+def _launch_whole(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
+) -> torch.Tensor:
+    """A program for so many rows of a sequence and a kv head. The grid depends on the plan's host numbers alone."""
+    from rl_kernels.jit.paged_attention import paged_attention as kernel
+
+    constants = _constants(query, key_cache, plan, scale=scale)
+    blocks = -(-plan.longest_query // (constants["ROWS"] // constants["BLOCK_SHARED"]))
+    out = query.new_empty(query.shape)
+    launch(
+        kernel,
+        (blocks, key_cache.shape[1], len(plan.lengths)),
+        *(query, key_cache, value_cache, plan.page_table, plan.query_starts, plan.context_lengths, out),
+        *(plan.page_table.stride(0), units(query, 0), units(query, 1)),
+        block=constants["ROWS"] * TILE,
+        **constants,
+    )
+    return out
+
+
+def _launch_splits(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
+) -> torch.Tensor:
+    """For one query a sequence: a program for each split of a context, and one that merges them. There are as many
+    programs as the page table has room for; those behind a context do nothing."""
+    from rl_kernels.jit.paged_attention import attend_splits, merge_splits
+
+    constants = _constants(query, key_cache, plan, scale=scale)
+    sequences, (_, heads, head_dim) = len(plan.lengths), query.shape
+    splits = -(-plan.page_table.shape[1] * plan.page_size // SPLIT)
+    tops, totals = query.new_empty(2, sequences, splits, heads, dtype=torch.float32)
+    parts = query.new_empty(sequences, splits, heads, head_dim, dtype=torch.float32)
+    launch(
+        attend_splits,
+        (splits, key_cache.shape[1], sequences),
+        *(query, key_cache, value_cache, plan.page_table, plan.context_lengths, tops, totals, parts),
+        *(plan.page_table.stride(0), units(query, 0), units(query, 1), splits),
+        block=constants["ROWS"] * TILE,
+        **constants,
+    )
+    out = query.new_empty(query.shape)
+    names = ("KV_HEADS", "SHARED", "BLOCK_SHARED", "SPLIT", "HEAD_DIM", "BLOCK_D")
+    launch(
+        merge_splits,
+        (key_cache.shape[1], sequences),
+        *(plan.context_lengths, tops, totals, parts, out, splits),
+        block=constants["BLOCK_SHARED"] * constants["BLOCK_D"],
+        **{name: constants[name] for name in names},
+    )
+    return out
+
+
+def _launch_store(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    from rl_kernels.jit.paged_attention import store_kv as kernel
+
+    key, value = readable(key), readable(value)
+    count, width = key.shape
+    block = min(block_of(width), MAX_ROW_BLOCK)
+    launch(
+        kernel,
+        (count, -(-width // block)),
+        *(key, value, key_cache, value_cache, slots, units(key, 0), units(value, 0)),
+        WIDTH=width,
+        BLOCK=block,
+        block=block,
+    )

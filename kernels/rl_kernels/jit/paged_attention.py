@@ -1,0 +1,247 @@
+"""Attention over paged keys and values: in one program a block of queries, or split over a long context and merged.
+
+Both ways take the same steps in the same order. Keys are cut into tiles from position 0 on, so many tiles make a
+split, a split is summed up online by itself, and splits are merged one after the other. A tile or a split that a row
+can't see leaves its numbers as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+UNIT = tl.constexpr(16)
+FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is a number
+
+
+@triton.jit
+def _merged(
+    top: tl.tensor, total: tl.tensor, weighted: tl.tensor, top_2: tl.tensor, total_2: tl.tensor, weighted_2: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What was merged so far, and the next split: greatest scores `[R]`, sums `[R]`, weighted values `[R, D]`."""
+    highest = tl.maximum(top, top_2)
+    old, new = tl.exp2(top - highest), tl.exp2(top_2 - highest)
+    return highest, total * old + total_2 * new, weighted * old[:, None] + weighted_2 * new[:, None]
+
+
+@triton.jit
+def _divided(weighted: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Zeros for a row that saw no key."""
+    seen = total > 0.0
+    return tl.where(seen[:, None], weighted / tl.where(seen, total, 1.0)[:, None], 0.0)
+
+
+@triton.jit
+def _split(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SLOT: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The split of keys that begins at `first`, up to `end`, for queries `[ROWS, BLOCK_D]` at `position` `[ROWS]`."""
+    column = tl.arange(0, BLOCK_D)
+    top = tl.full([ROWS], FLOOR, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for tile in range(first, tl.minimum(first + SPLIT, end), TILE):
+        key = tile + tl.arange(0, TILE)
+        own = key < end
+        page = tl.load(pages + key // PAGE, mask=own, other=0).to(tl.int64)
+        place = (page * PAGE + key % PAGE)[:, None] * SLOT + column[None, :]
+        inside = own[:, None] & (column < HEAD_DIM)[None, :]
+        k = tl.load(keys + place, mask=inside, other=0.0)
+        v = tl.load(values + place, mask=inside, other=0.0)
+        seen = key[None, :] <= position[:, None]
+        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE, FLOOR)
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        p = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+        old = tl.exp2(top - highest)
+        total = total * old + tl.sum(p, axis=1)
+        weighted = tl.dot(p.to(v.dtype), v, weighted * old[:, None], input_precision="ieee")
+        top = highest
+    return top, total, weighted
+
+
+@triton.jit(do_not_specialize=["pages_row", "query_row", "query_head"])
+def paged_attention(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    pages_row: tl.tensor,
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (b, h, s): the b-th block of queries of sequence s, for the SHARED heads that read kv head h.
+
+    A block's rows are ROWS / BLOCK_SHARED tokens with BLOCK_SHARED heads each. Strides of query come in units of UNIT
+    elements.
+    """
+    block, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TOKENS: tl.constexpr = ROWS // BLOCK_SHARED
+    start, length = tl.load(starts + sequence), tl.load(lengths + sequence)
+    queries = tl.load(starts + sequence + 1) - start
+    if block * TOKENS < queries:
+        row = tl.arange(0, ROWS)
+        token, shared = block * TOKENS + row // BLOCK_SHARED, row % BLOCK_SHARED
+        real = (token < queries) & (shared < SHARED)
+        position = tl.where(real, length - queries + token, -1)
+        end = tl.minimum(length, length - queries + (block + 1) * TOKENS)
+        head = kv_head * SHARED + shared
+        column = tl.arange(0, BLOCK_D)
+        inside = real[:, None] & (column < HEAD_DIM)[None, :]
+        at = (start + token).to(tl.int64)
+        source = query + (at * query_row + head * query_head)[:, None] * UNIT + column[None, :]
+        q = tl.load(source, mask=inside, other=0.0)
+        pages += sequence.to(tl.int64) * pages_row
+        SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+        keys += kv_head * HEAD_DIM
+        values += kv_head * HEAD_DIM
+        top = tl.full([ROWS], FLOOR, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for first in range(0, end, SPLIT):
+            top_2, total_2, weighted_2 = _split(
+                q, keys, values, pages, position, first, end,
+                SCALE, PAGE, SLOT, TILE, SPLIT, ROWS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2)
+        target = out + (at * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
+        tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["pages_row", "query_row", "query_head", "splits"])
+def attend_splits(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    lengths: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    parts: tl.tensor,
+    pages_row: tl.tensor,
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    splits: tl.tensor,
+    SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (i, h, s): the i-th split of sequence s, which has one query, for the heads that read kv head h.
+
+    Leaves tops, totals `[S, splits, heads]` and parts `[S, splits, heads, HEAD_DIM]`; those behind the context are
+    left as they were.
+    """
+    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first = split * SPLIT
+    if first < length:
+        row = tl.arange(0, ROWS)
+        shared = row % BLOCK_SHARED
+        real = (row < BLOCK_SHARED) & (shared < SHARED)
+        position = tl.where(real, length - 1, -1)
+        head = kv_head * SHARED + shared
+        column = tl.arange(0, BLOCK_D)
+        inside = real[:, None] & (column < HEAD_DIM)[None, :]
+        own = sequence.to(tl.int64)
+        source = query + (own * query_row + head * query_head)[:, None] * UNIT + column[None, :]
+        q = tl.load(source, mask=inside, other=0.0)
+        SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+        top, total, weighted = _split(
+            q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages + own * pages_row, position, first, length,
+            SCALE, PAGE, SLOT, TILE, SPLIT, ROWS, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+        place = (own * splits + split) * (KV_HEADS * SHARED) + head
+        tl.store(tops + place, top, mask=real)
+        tl.store(totals + place, total, mask=real)
+        tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], weighted, mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits(
+    lengths: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    parts: tl.tensor,
+    out: tl.tensor,
+    splits: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (h, s): the splits of sequence s for the heads that read kv head h, in order: out `[S, heads, D]`."""
+    kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    shared, column = tl.arange(0, BLOCK_SHARED), tl.arange(0, BLOCK_D)
+    real = shared < SHARED
+    head = kv_head * SHARED + shared
+    inside = real[:, None] & (column < HEAD_DIM)[None, :]
+    top = tl.full([BLOCK_SHARED], FLOOR, tl.float32)
+    total = tl.zeros([BLOCK_SHARED], tl.float32)
+    weighted = tl.zeros([BLOCK_SHARED, BLOCK_D], tl.float32)
+    for split in range(0, tl.cdiv(length, SPLIT)):
+        place = (sequence * splits + split) * (KV_HEADS * SHARED) + head
+        top_2 = tl.load(tops + place, mask=real, other=FLOOR)
+        total_2 = tl.load(totals + place, mask=real, other=0.0)
+        weighted_2 = tl.load(parts + place[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
+        top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2)
+    target = out + (sequence * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
+    tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key_row", "value_row"])
+def store_kv(
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    key_row: tl.tensor,
+    value_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (n, b): the b-th BLOCK elements of row n. Strides of key and value in units of UNIT elements."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        target = slot * WIDTH + column
+        tl.store(keys + target, tl.load(key + row * key_row * UNIT + column, mask=inside), mask=inside)
+        tl.store(values + target, tl.load(value + row * value_row * UNIT + column, mask=inside), mask=inside)
