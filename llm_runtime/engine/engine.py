@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 import transformers
 
 from engine_control.control import Control
 from engine_control.engine import Finished, Progress
-from engine_control.errors import EngineDiedError, EngineError, EngineFaultError, InvalidRequestError, QueueFullError
+from engine_control.errors import EngineError, EngineFaultError, InvalidRequestError, QueueFullError
 from engine_control.rank import Outcome, RankCommand, RankControl
 from engine_control.step_loop import StepLoop
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.certification import Exactness, make_exact
-from llm_runtime.engine.kv_cache import KVCache, PagePool
-from llm_runtime.engine.model_runner import ModelRunner
+from llm_runtime.engine.kv_cache import PagePool
 from llm_runtime.engine.radix_cache import RadixCache
 from llm_runtime.engine.rank_weights import RankWeights, rank_settings
 from llm_runtime.engine.sampler import draw
 from llm_runtime.engine.scheduler import Chunk, Scheduler
 from llm_runtime.engine.scoring import StepPlan, note_drawn, note_scored, plan_step
 from llm_runtime.engine.sequence import Sequence
+from llm_runtime.engine.startup import make_runner, pages_for
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder
 from llm_runtime.output import FinishReason, GenerateOutput
+from llm_runtime.parallel.ranks import NoRanks, OnDeath, Ranks, device_of, start_ranks
 from llm_runtime.params import GenerateRequest
 from llm_runtime.text import StopChecker, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
-OnDeath = Callable[[EngineDiedError], None]
 COUNTED = (
     "steps",
     "tokens_prefilled",
@@ -57,38 +56,47 @@ def build_engine(config: LLMConfig, *, on_death: OnDeath | None = None) -> LLMEn
         InvalidRequestError: the model can't be loaded, or no family serves it.
         NotExactError: `config.deterministic` insists on exactness that can't be had.
     """
-    model = load_model(config)
+    ranks = start_ranks(config, on_death=on_death)
+    try:
+        return _build(config, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(config: LLMConfig, ranks: Ranks) -> LLMEngine:
+    model = load_model(replace(config, device=device_of(0, config)), ranks.tensor_parallel)
     folder = config.tokenizer_path or model_folder(config.model_path)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
-    return LLMEngine(model, config, tokenizer=tokenizer)
+    return LLMEngine(model, config, tokenizer=tokenizer, ranks=ranks)
 
 
 class LLMEngine:
     """Advances many sequences, one forward at a time: an `engine_control.engine.ControlledEngine`."""
 
-    def __init__(self, model: CausalLM, config: LLMConfig | None = None, *, tokenizer: Tokenizer | None = None) -> None:
-        """Is idle afterwards. Certifies the model on its device (see `certification`)."""
+    def __init__(
+        self,
+        model: CausalLM,
+        config: LLMConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Is idle afterwards. Certifies the model on its device (see `certification`), together with the other ranks,
+        if there are any."""
         self.config = config or LLMConfig()
         self.model = model
         self.tokenizer = tokenizer
         self.weight_version = self.config.weight_version
-        device = next(model.parameters()).device
         self.context_length = min(
             self.config.context_length or model.config.max_position_embeddings, model.config.max_position_embeddings
         )
         page_size = self.config.page_size
-        pages = -(-self._cache_tokens(device) // page_size) + 1  # page 0 is nobody's
-        cache = KVCache(
-            pages,
-            page_size,
-            layers=model.config.num_hidden_layers,
-            kv_heads=model.local_kv_heads,
-            head_dim=model.config.head_dim,
-            dtype=model.config.dtype,
-            device=device,
-        )
-        self.runner = ModelRunner(model, cache, device)
+        self.ranks: Ranks = ranks or NoRanks()
+        pages = self.ranks.agree_on_pages(pages_for(model, self.config))
+        self.runner = make_runner(model, self.config, pages)
         self.exactness: Exactness = make_exact(self.runner, self.config.deterministic)
+        self.ranks.complete(exact=self.exactness.enabled)
         self._pool = PagePool(pages)
         self.prefixes = RadixCache(self._pool, page_size, enabled=not self.config.disable_radix_cache)
         self.scheduler = Scheduler(
@@ -211,7 +219,7 @@ class LLMEngine:
         return len(retracted)
 
     def everywhere(self, command: RankCommand) -> list[Outcome]:
-        return [self._rank.carry_out(command)]
+        return self.ranks.everywhere(command, lambda: self._rank.carry_out(command))
 
     def flush_needs_idle(self) -> bool:
         return True  # as SGLang's: who flushes wants to know that nothing goes on from what was cached
@@ -222,8 +230,9 @@ class LLMEngine:
         if not chunks:
             return []
         plan = plan_step(chunks, self.config.page_size)
-        drawing, scored = self.runner.forward(plan.batch)
-        with torch.no_grad():
+        self.ranks.announce(plan.batch)
+        with self.ranks.together(), torch.no_grad():
+            drawing, scored = self.runner.forward(plan.batch)
             self._score(plan, scored)
             bad = self._draw(plan, drawing)
         return self._finish(chunks, plan, bad)
@@ -289,9 +298,10 @@ class LLMEngine:
         )
 
     def close(self) -> None:
-        """Closes transports. The engine takes no step afterwards."""
+        """Closes transports, and ends the other ranks, if there are any. The engine takes no step afterwards."""
         self._rank.close()
         self.weights.memory.close()
+        self.ranks.close()
 
     def _score(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         done = 0
@@ -355,29 +365,3 @@ class LLMEngine:
         wanted = request.sampling.max_new_tokens
         room = min(self.context_length, self._pool.usable * self.config.page_size) - len(request.input_ids)
         return room if wanted is None else wanted
-
-    def _cache_tokens(self, device: torch.device) -> int:
-        """How many tokens the KV cache holds."""
-        if self.config.max_total_tokens is not None:
-            return self.config.max_total_tokens
-        if device.type != "cuda":
-            return max(CPU_TOKENS, self.context_length)
-        model, page_size = self.model.config, self.config.page_size
-        free, total = torch.cuda.mem_get_info(device)
-        room = free - total * (1 - self.config.mem_fraction_static)
-        page = KVCache.bytes_per_page(
-            page_size,
-            layers=model.num_hidden_layers,
-            kv_heads=self.model.local_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-        )
-        pages = int(room // page)
-        if pages < 1:
-            raise InvalidRequestError(
-                f"no room for a KV cache: {free} bytes are free beside the weights, of {total}",
-                field="mem_fraction_static",
-                value=self.config.mem_fraction_static,
-                hint="Raise mem_fraction_static, or use more GPUs (tp_size).",
-            )
-        return pages * page_size

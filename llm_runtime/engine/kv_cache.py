@@ -43,10 +43,6 @@ class KVCache:
             self.storage.zero_()
             self._undefined = False
 
-    @staticmethod
-    def bytes_per_page(page_size: int, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
-
 
 class PagePool:
     """Which pages are free, and how many hold each of the others: sequences, and the prefix cache.

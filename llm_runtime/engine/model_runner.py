@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from llm_runtime.engine.kv_cache import KVCache
@@ -19,8 +19,7 @@ from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
 LOGIT_ROWS = 512  # whose logits exist at the same time: 300 MB of a vocabulary of 150,000
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(msgspec.Struct, tag="forward", frozen=True):
     """The tokens of a step, side by side, as plain data that every rank is told.
 
     input_ids, positions, slots: `[N]`; a token's keys and values go to its slot. page_tables, query_lengths,
@@ -84,6 +83,13 @@ class ModelRunner:
             hidden = self.model(input_ids, positions, PagedKV(self.cache, plan, slots, scale))
             draw_rows, score_rows = self._on_device(batch.draw_rows, batch.score_rows)
             return hidden[draw_rows], hidden[score_rows]
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """What a rank does of a batch whose logits only rank 0 wants: all of it, in rank 0's order."""
+        drawing, scored = self.forward(batch)
+        for hidden in (scored, drawing):
+            for _ in self.logits(hidden):
+                pass
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from engine_control.errors import InvalidRequestError
 from llm_runtime.assets import embedded_model_path
 from llm_runtime.config import LLMConfig
 from llm_runtime.models import families
-from llm_runtime.models.base import CausalLM, TensorParallel
+from llm_runtime.models.base import CausalLM, OneRank, TensorParallel
 from llm_runtime.models.checkpoint import checkpoint_tensors
 from llm_runtime.models.decoder import DecoderLM
 from llm_runtime.models.model_config import dtype_named, read_model_config
@@ -53,6 +53,24 @@ def load_model(config: LLMConfig, tensor_parallel: TensorParallel | None = None)
     else:
         _fill(model.refit_target(), checkpoint_tensors(folder))
     return model
+
+
+def check_tensor_parallel(config: LLMConfig) -> None:
+    """Whether `tp_size` ranks can share the model, before any of them is started.
+
+    Raises:
+        InvalidRequestError: a size doesn't divide, with the numbers; or as `load_model`, before it reads weights.
+    """
+    model_config = read_model_config(model_folder(config.model_path))
+    with torch.device("meta"):
+        family_of(model_config.architecture)(model_config, _Place(config.tp_size))
+
+
+class _Place(OneRank):
+    """The place of the first of several ranks that aren't there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 def model_folder(model_path: str) -> Path:
