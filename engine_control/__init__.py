@@ -2,3 +2,5 @@
 
 It imports no sibling package. A file belongs here only if both engines call it.
 """
+
+__version__ = "0.1.0"

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -126,7 +126,7 @@ class EngineSupervisor:
         self._crashes = 0
         return result
 
-    async def stream(self, request_id: str, request: object) -> AsyncIterator[Any]:
+    async def stream(self, request_id: str, request: object) -> AsyncGenerator[Any, None]:
         """Computes a request and yields what there is of it, again and again; at last its result. Whoever is slow gets
         the newest, not all that came meanwhile. If the awaiting task is cancelled, or the iterator closed, so is the
         request, between two steps.
