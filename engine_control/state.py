@@ -172,7 +172,7 @@ class ControlState:
 
     def refuse_asleep(self) -> None:
         """Raises `ConflictError` while the weights' memory is released."""
-        if self.asleep:
+        if "weights" in self.released:
             raise ConflictError(
                 "the weights' memory is released", code="asleep", hint="Call resume_memory_occupation first."
             )

@@ -1,8 +1,8 @@
 """The engine process's side of the socket, and the messages that both sides exchange.
 
 The HTTP process sends operations, the engine process one reply to each, in whichever order they finish; before the
-reply to a request that streams come its updates. First of all comes one `Ready`. When the HTTP process goes away, for whatever reason, the engine process ends: no
-orphans.
+reply to a request that streams come its updates. First of all comes one `Ready`. When the HTTP process goes away, for
+whatever reason, the engine process ends: no orphans.
 """
 
 from __future__ import annotations

@@ -8,36 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from controlled import Controlled, Weights, make_controlled
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from diffusion_rl.config import EngineConfig
-from diffusion_rl.pipeline import RolloutPipeline
 from engine_control.checksum import module_sha256
-from engine_control.config import ControlConfig
 from engine_control.errors import EngineError, EnginePausedError
 
 TABLE = Path(__file__).parent.parent / "docs" / "control.md"
 STATES = ("ready", "paused", "open", "inconsistent", "weights asleep", "all asleep")
-FIELDS: dict[str, Any] = {"seed": 5, "num_inference_steps": 1, "height": 32, "width": 32, "output_type": "latent"}
-Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_sd3_folder: Path) -> Path:
-    return tiny_sd3_folder
-
-
-@pytest.fixture(scope="module")
-def pipeline(folder: Path) -> Iterator[RolloutPipeline]:
-    control = ControlConfig(enable_memory_saver=True)
-    with RolloutPipeline.from_config(EngineConfig(str(folder), device="cpu", control=control)) as made:
-        yield made
-
-
-def weights_of(pipeline: RolloutPipeline) -> Weights:
-    return {name: tensor.clone() for name, tensor in pipeline.transformer.state_dict().items()}
+@pytest.fixture(scope="module", params=["diffusion", "llm"])
+def engine(
+    request: pytest.FixtureRequest, tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Controlled]:
+    made = make_controlled(request.param, tiny_sd3_folder, tmp_path_factory.mktemp("llm"))
+    yield made
+    made.close()
 
 
 def version(base: Weights, number: int) -> Weights:
@@ -53,49 +42,49 @@ def table() -> list[tuple[str, str, str]]:
     return rows
 
 
-def enter(pipeline: RolloutPipeline, state: str) -> None:
+def enter(engine: Controlled, state: str) -> None:
     match state:
         case "paused":
-            pipeline.pause_generation("in_place")
+            engine.methods.pause_generation("in_place")
         case "open":
-            pipeline.begin_weight_update()
+            engine.methods.begin_weight_update()
         case "inconsistent":
-            pipeline.release_memory_occupation(backup=False)
-            pipeline.resume_memory_occupation()
-            pipeline.begin_weight_update()
-            pipeline.abort_weight_update()
-            assert pipeline.control_state()["state"] == "inconsistent"
+            engine.methods.release_memory_occupation(backup=False)
+            engine.methods.resume_memory_occupation()
+            engine.methods.begin_weight_update()
+            engine.methods.abort_weight_update()
+            assert engine.methods.control_state()["state"] == "inconsistent"
         case "weights asleep":
-            pipeline.release_memory_occupation(["weights"])
+            engine.methods.release_memory_occupation(["weights"])
         case "all asleep":
-            pipeline.release_memory_occupation()
+            engine.methods.release_memory_occupation()
 
 
-def leave(pipeline: RolloutPipeline, base: Weights) -> None:
-    state = pipeline.control_state()
+def leave(engine: Controlled, base: Weights) -> None:
+    state = engine.methods.control_state()
     if state["session"] is not None:
-        pipeline.abort_weight_update(session_id=state["session"]["session_id"])
-    pipeline.resume_memory_occupation()
-    pipeline.continue_generation()
-    pipeline.refit(base, weight_version="default")
+        engine.methods.abort_weight_update(session_id=state["session"]["session_id"])
+    engine.methods.resume_memory_occupation()
+    engine.methods.continue_generation()
+    engine.methods.refit(base, weight_version="default")
 
 
-def call(pipeline: RolloutPipeline, name: str, base: Weights, folder: Path) -> str:
+def call(engine: Controlled, name: str, base: Weights) -> str:
     """What the call came to, in the table's words."""
     try:
         match name:
             case "generate":
-                pipeline("red", **FIELDS)
+                engine.generate()
             case "update_weights_from_tensor":
-                pipeline.update_weights_from_tensor(base.items())
+                engine.methods.update_weights_from_tensor(base.items())
             case "update_weights_from_disk":
-                pipeline.update_weights_from_disk(str(folder), target_modules=["transformer"])
+                engine.methods.update_weights_from_disk(str(engine.folder), target_modules=[engine.module])
             case "update_weight_version":
-                pipeline.update_weight_version("renamed")
+                engine.methods.update_weight_version("renamed")
             case "abort_request":
-                pipeline.control_command("abort_requests", abort_all=True)
+                engine.methods.control_command("abort_requests", abort_all=True)
             case _:
-                getattr(pipeline, name)()
+                getattr(engine.methods, name)()
     except EnginePausedError:
         return "waits"  # a caller that steps the engine itself can't wait, and is told so
     except EngineError as error:
@@ -109,21 +98,21 @@ def test_the_table_names_every_call_and_state() -> None:
 
 @pytest.mark.parametrize(("name", "state", "answer"), table())
 def test_every_call_in_every_state_answers_as_the_docs_say(
-    pipeline: RolloutPipeline, folder: Path, name: str, state: str, answer: str
+    engine: Controlled, name: str, state: str, answer: str
 ) -> None:
-    base = weights_of(pipeline)
-    enter(pipeline, state)
+    base = engine.weights()
+    enter(engine, state)
     try:
-        assert call(pipeline, name, base, folder) == answer
+        assert call(engine, name, base) == answer
     finally:
-        leave(pipeline, base)
-    assert pipeline.control_state()["state"] == "ready"
+        leave(engine, base)
+    assert engine.methods.control_state()["state"] == "ready"
 
 
 class ControlMachine(RuleBasedStateMachine):
     """Random calls against a model of a few lines: which weights there should be, and what state."""
 
-    pipeline: RolloutPipeline
+    engine: Controlled
     base: Weights
     sums: dict[int, str]
     latents: dict[int, torch.Tensor]
@@ -139,12 +128,12 @@ class ControlMachine(RuleBasedStateMachine):
         self.undefined = self.inconsistent = False
 
     def teardown(self) -> None:
-        leave(self.pipeline, self.base)
+        leave(self.engine, self.base)
 
     def run(self, expected: str | None, name: str, **arguments: Any) -> Any:
         """The answer of a command that must succeed (None), or be refused with this code."""
         try:
-            answer = self.pipeline.control_command(name, **arguments)
+            answer = self.engine.methods.control_command(name, **arguments)
         except EngineError as error:
             found, answer = error.code, None
         else:
@@ -155,6 +144,10 @@ class ControlMachine(RuleBasedStateMachine):
     @property
     def asleep(self) -> bool:
         return "weights" in self.released
+
+    @property
+    def cannot_step(self) -> bool:
+        return bool(self.released & self.engine.needed_tags)
 
     @rule(partial=st.booleans(), staged=st.booleans())
     def begin(self, *, partial: bool, staged: bool) -> None:
@@ -264,9 +257,9 @@ class ControlMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.session and not self.undefined)
     @rule()
     def checksum(self) -> None:
-        answer = self.run("asleep" if self.asleep else None, "get_weights_checksum", module_names=["transformer"])
+        answer = self.run("asleep" if self.asleep else None, "get_weights_checksum", module_names=[self.engine.module])
         if answer is not None:
-            assert answer["transformer"] == module_sha256(self.weights)
+            assert answer[self.engine.module] == module_sha256(self.weights)
 
     @rule()
     def generate(self) -> None:
@@ -274,14 +267,14 @@ class ControlMachine(RuleBasedStateMachine):
             "inconsistent_weights"
             if self.inconsistent
             else "engine_asleep"
-            if self.asleep or self.undefined
+            if self.cannot_step or self.undefined
             else "engine_paused"
             if self.paused or (self.session and not self.session["staged"])
             else None
         )
         code = None
         try:
-            versions = self.pipeline("red", **FIELDS)[0].weight_versions
+            versions = self.engine.generate()
         except EngineError as error:
             code = error.code
         assert code == expected
@@ -289,12 +282,12 @@ class ControlMachine(RuleBasedStateMachine):
 
     @invariant()
     def state_is_the_models(self) -> None:
-        state = self.pipeline.control_state()
+        state = self.engine.methods.control_state()
         expected = (
             "inconsistent"
             if self.inconsistent
             else "asleep"
-            if self.asleep or self.undefined
+            if self.cannot_step or self.undefined
             else "updating"
             if self.session
             else "paused"
@@ -314,9 +307,9 @@ class ControlMachine(RuleBasedStateMachine):
         self.__dict__["_weights"] = value
 
 
-def test_no_sequence_of_calls_leads_away_from_a_small_model(pipeline: RolloutPipeline) -> None:
-    ControlMachine.pipeline = pipeline
-    ControlMachine.base = weights_of(pipeline)
+def test_no_sequence_of_calls_leads_away_from_a_small_model(engine: Controlled) -> None:
+    ControlMachine.engine = engine
+    ControlMachine.base = engine.weights()
     run_state_machine_as_test(
         ControlMachine,
         settings=settings(

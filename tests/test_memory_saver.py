@@ -482,3 +482,14 @@ def test_addresses_hold_where_promised_and_so_do_cuda_graphs(
         graph.replay()
         assert (out == 2).all()
     assert [t.data_ptr() for t in named.values()] == addresses
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_scratch_memory_is_never_kept_and_never_missed(tmp_path: Path, backup: bool) -> None:
+    saver = MemorySaver(HostStorageSwap(CPU), pinned=False, backup_folder=str(tmp_path))
+    cache = torch.ones(MIB)
+    saver.hold("kv_cache", lambda: {"kv_cache": cache}, scratch=True)
+    assert saver.release(["kv_cache"], backup=backup).bytes_freed == 4 * MIB
+    assert saver._backups == {}
+    assert saver.resume(["kv_cache"]).undefined == []
+    assert cache.shape == (MIB,)

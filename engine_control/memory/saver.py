@@ -36,6 +36,7 @@ class Resumed:
 class _Holding:
     tensors: Callable[[], Named]
     discardable: Callable[[str], bool]
+    scratch: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,14 @@ class MemorySaver:
         """All tags, in the order in which they became known."""
         return list(dict.fromkeys([*self._holdings, *self._hooks]))
 
-    def hold(self, tag: str, tensors: Callable[[], Named], *, discardable: Callable[[str], bool]) -> None:
+    def hold(
+        self,
+        tag: str,
+        tensors: Callable[[], Named],
+        *,
+        discardable: Callable[[str], bool] = lambda name: True,
+        scratch: bool = False,
+    ) -> None:
         """Afterwards `tag` can be released, and what lies under it now is in memory that can be freed.
 
         tensors: what lies under the tag, by name; asked again at each release. They must be the modules' own parameters
@@ -84,6 +92,8 @@ class MemorySaver:
             on another device than the mechanism's, or not strided, is left alone.
         discardable: whether a release without backup may lose that tensor. It is kept if it shares memory with one that
             may not be lost.
+        scratch: what lies there matters to nobody after a release, whose hooks see to that: it is never kept, nor
+            called undefined.
 
         Raises:
             InvalidRequestError: the tag is taken, or another tag holds some of the same memory.
@@ -91,7 +101,7 @@ class MemorySaver:
         if tag in self._holdings:
             raise InvalidRequestError(f"the tag {tag!r} is held already", field="tag", value=tag)
         self._refuse_shared(tag, self._on_device(tensors()))
-        self._holdings[tag] = _Holding(tensors, discardable)
+        self._holdings[tag] = _Holding(tensors, discardable, scratch)
         self._mechanism.adopt(tag, list(self._on_device(tensors()).values()))
 
     def on_release(self, tag: str, hook: Callable[[], object]) -> None:
@@ -179,12 +189,12 @@ class MemorySaver:
             return _Asleep([], [], [], 0)
         named = self._on_device(holding.tensors())
         self._mechanism.adopt(tag, list(named.values()))
-        lost = set() if backup else {storage_key(t) for t in named.values()}
+        lost = set() if backup and not holding.scratch else {storage_key(t) for t in named.values()}
         lost -= {storage_key(t) for name, t in named.items() if not holding.discardable(name)}
         saved = storages_of(t for t in named.values() if storage_key(t) not in lost)
         if saved:
             self._backup(tag).save(saved)
-        undefined = [name for name, tensor in named.items() if storage_key(tensor) in lost]
+        undefined = [n for n, tensor in named.items() if storage_key(tensor) in lost and not holding.scratch]
         size = sum(storage.nbytes() for storage in storages_of(named.values()))
         return _Asleep(list(named.values()), saved, undefined, size)
 

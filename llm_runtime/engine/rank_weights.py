@@ -12,6 +12,7 @@ from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import RefitTarget
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.model_runner import ModelRunner
+from llm_runtime.models.weights import MODULE
 
 
 class RankWeights:
@@ -27,9 +28,9 @@ class RankWeights:
         named = "host" if config.memory_saver == "auto" else config.memory_saver
         self.memory = MemorySaver(mechanisms.get(named)(runner.device), pinned=runner.device.type == "cuda")
         if config.control.enable_memory_saver:
-            parameters = {name for name, _ in runner.model.named_parameters()}
+            parameters = {f"{MODULE}.{name}" for name, _ in runner.model.named_parameters()}
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
-            self.memory.hold("kv_cache", lambda: {"kv_cache": runner.cache.storage}, discardable=lambda name: True)
+            self.memory.hold("kv_cache", lambda: {"kv_cache": runner.cache.storage}, scratch=True)
             self.memory.on_release("kv_cache", self._forget_kv)
             self.memory.on_release("cuda_graph", lambda: None)
 
@@ -47,7 +48,8 @@ class RankWeights:
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         model = self._runner.model
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found = [*model.named_parameters(), *model.named_buffers()]
+        return {f"{MODULE}.{name}": tensor for name, tensor in found}
 
     def _forget_kv(self) -> None:
         self._runner.cache.forget()

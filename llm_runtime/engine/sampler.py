@@ -16,7 +16,7 @@ import torch
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.output import TokenLogprob
 from llm_runtime.params import SamplingParams
-from rl_kernels.norms import log_softmax as row_log_softmax
+from rl_kernels.log_softmax_gather import row_log_softmax
 
 MASK = 0xFFFFFFFF
 EXCLUDED = float("-inf")

@@ -12,7 +12,7 @@ from llm_runtime.engine.sampler import Drawn, likeliest, tempered
 from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.output import TokenLogprob
-from rl_kernels.norms import log_softmax as row_log_softmax
+from rl_kernels.log_softmax_gather import row_log_softmax
 
 
 @dataclass(frozen=True)
