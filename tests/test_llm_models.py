@@ -35,8 +35,12 @@ from rl_kernels import exact_mode
 TOKENS = torch.tensor([7, 100, 258, 3, 319, 0, 42, 42, 9, 256, 111])
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True},
-    "qwen2": {"family": "qwen2", "max_shard_size": "200KB"},
-    "llama": {"family": "llama", "rope": tiny_llms.LLAMA3_ROPE},
+    "qwen2": {
+        "family": "qwen2",
+        "max_shard_size": "200KB",
+        "rope": {"rope_type": "default", "rope_theta": 300.0},
+    },
+    "llama": {"family": "llama", "rope": {**tiny_llms.LLAMA3_ROPE, "rope_theta": 5e5}},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen3-bf16": {"family": "qwen3", "dtype": torch.bfloat16},
 }
@@ -119,6 +123,10 @@ def rewritten(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]]
 
 def unchanged(tensors: dict[str, torch.Tensor]) -> None:
     """For `rewritten`."""
+
+
+def test_every_family_is_tried() -> None:
+    assert {case["family"] for case in CASES.values()} == set(families.names())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -332,6 +340,7 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(scaling: dict[str, 
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Qwen2.*, Qwen3ForCausalLM"),
         ({"architectures": None}, "architecture"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id .*'</s>'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'"),
@@ -339,7 +348,7 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(scaling: dict[str, 
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'.*linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "linear"}}, "needs 'factor'"),
     ],
-    ids=["architecture", "none", "size", "activation", "window", "quantised", "dtype", "rope", "rope-field"],
+    ids=["architecture", "none", "size", "end", "activation", "window", "quantised", "dtype", "rope", "rope-field"],
 )
 def test_a_config_that_no_family_serves_is_refused_by_name(
     fields: dict[str, Any], said: str, folders: Callable[[str], Path], tmp_path: Path

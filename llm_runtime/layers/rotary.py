@@ -15,11 +15,9 @@ from engine_control.errors import InvalidRequestError
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x `[N, heads, D]`, cos and sin `[N, D/2]` of each row's position -> x's shape and dtype.
-
-    In transformers' order: cos and sin rounded to x's dtype, and each product and the sum too.
-    """
-    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    """x `[N, heads, D]`, cos and sin `[N, D/2]` of each row's position -> x's shape; all of one dtype, to which, in
+    transformers' order, each product is rounded and the sum too."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + -second * sin, second * cos + first * sin), dim=-1)
 
@@ -45,9 +43,9 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("cos", cos.to(device), persistent=False)
         self.register_buffer("sin", sin.to(device), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions `[N]` -> cos and sin `[N, D/2]` fp32."""
-        return self.cos[positions], self.sin[positions]
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions `[N]` -> cos and sin `[N, D/2]`, rounded to the dtype once for all layers."""
+        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[torch.Tensor, float]:

@@ -81,7 +81,7 @@ class Decoder(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        rotary = self.rotary(positions)
+        rotary = self.rotary(positions, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attention)
         normed: torch.Tensor = self.norm.add(x, residual)[0]

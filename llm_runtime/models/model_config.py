@@ -113,9 +113,10 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
 
 def _token_ids(given: object) -> tuple[int, ...]:
     """One id, a list of them or none."""
-    if given is None:
-        return ()
-    return tuple(int(token) for token in given) if isinstance(given, list) else (int(str(given)),)
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise _bad_config(f"eos_token_id must be a token's id or a list of them, not {given!r}", "eos_token_id", given)
+    return tuple(ids)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
