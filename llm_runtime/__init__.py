@@ -1,7 +1,7 @@
 """A small, exact runtime of language models for RL: rollouts with log-probs, refits, sleep, on `engine_control`.
 
-    from llm_runtime import LLM
-    print(LLM().generate("12+34=", {"temperature": 0.0})[0].text)
+from llm_runtime import LLM
+print(LLM().generate("12+34=", {"temperature": 0.0})[0].text)
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llm_runtime.config import LLMConfig
-from llm_runtime.output import FinishReason, GenerateOutput, WeightVersionSpan
+from llm_runtime.output import FinishReason, Generated, GenerateOutput, WeightVersionSpan
 from llm_runtime.params import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from llm_runtime.llm import LLM, Generated
+    from llm_runtime.client import LLMClient
+    from llm_runtime.llm import LLM
 
 __all__ = [
     "LLM",
+    "LLMClient",
     "FinishReason",
     "GenerateOutput",
     "GenerateRequest",
@@ -28,9 +30,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings torch; what is only configured or parsed doesn't need it."""
-    if name in ("LLM", "Generated"):
-        from llm_runtime import llm
+    """`LLM` and `LLMClient` bring torch; what is only configured or parsed doesn't need it."""
+    if name == "LLM":
+        from llm_runtime.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name == "LLMClient":
+        from llm_runtime.client import LLMClient
+
+        return LLMClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ import secrets
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine_control.closing import Closing
@@ -15,24 +14,12 @@ from engine_control.methods import ControlMethods
 from engine_control.step_loop import StepLoop
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.engine import LLMEngine, build_engine
-from llm_runtime.output import GenerateOutput
+from llm_runtime.output import Generated, GenerateOutput
 from llm_runtime.params import LARGEST_SEED, GenerateRequest, SamplingParams, samples_of, sampling_params
 from llm_runtime.text import Tokenizer
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sample of one prompt. text is None without a tokenizer; `output` has the tokens, log-probs and versions."""
-
-    text: str | None
-    output: GenerateOutput
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.output.output_ids
 
 
 class LLM(ControlMethods, Closing):

@@ -59,6 +59,18 @@ class GenerateOutput:
     input_token_ids_logprobs: list[list[TokenLogprob] | None] | None = None
 
 
+@dataclass(frozen=True)
+class Generated:
+    """One sample of one prompt. text is None without a tokenizer; `output` has the tokens, log-probs and versions."""
+
+    text: str | None
+    output: GenerateOutput
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.output.output_ids
+
+
 def version_spans(versions: Sequence[str], current: str) -> list[WeightVersionSpan]:
     """The spans of one version a token. Without a token there is one empty span of the current version."""
     spans: list[WeightVersionSpan] = []
