@@ -1,0 +1,272 @@
+"""The language model's Triton kernels: what the twins say, and the same bits in prefill, in chunks and in decode.
+
+On a GPU they run in bf16, fp16 and fp32; without one in Triton's interpreter, in fp32, in a process of its own, and
+they are compiled for a GPU, which needs none. All of it is skipped without Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from contextvars import Context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, whole
+
+from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
+from rl_kernels.paged_attention import BLOCK_ROWS, SPLIT, TILE, PagedPlan, paged_attention, store_kv
+
+pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNNABLE = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+# Ours and the twins' rows are rounded from nearly the same fp32 number, up to twice.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+SMALL = [(4, 2, 16), (6, 2, 48), (3, 1, 32)]  # heads, kv_heads, head_dim
+SHAPES = SMALL if INTERPRETED else [*SMALL, (32, 8, 128), (16, 8, 64), (14, 2, 64), (8, 8, 80)]
+WIDTHS = [32, 80] if INTERPRETED else [32, 80, 896, 2048, 2560]
+LENGTHS = [1, TILE, SPLIT + 13] if INTERPRETED else [1, TILE - 1, TILE, SPLIT, 2 * SPLIT + 77, 1500]
+ALL = slice(None)
+
+runs = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU or TRITON_INTERPRET=1")
+on_gpu = pytest.mark.skipif(INTERPRETED or not RUNNABLE, reason="needs a GPU")
+compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+widths = pytest.mark.parametrize("width", WIDTHS)
+
+
+@pytest.fixture(autouse=True)
+def _on_triton() -> Iterator[None]:
+    torch.manual_seed(0)
+    with interpreted_kernels() if INTERPRETED else nullcontext():
+        yield
+
+
+@runs
+@dtypes
+@shapes
+def test_paged_attention_is_causal_attention(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    talks = Conversations.of(LENGTHS, shape, dtype, DEVICE)
+    for ours, right in zip(whole(talks), dense(talks), strict=True):
+        torch.testing.assert_close(ours.double(), right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@runs
+@dtypes
+@shapes
+def test_a_row_has_the_same_bits_however_its_sequence_is_cut_and_batched(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    chance = random.Random(0)
+    talks = Conversations.of(LENGTHS, shape, dtype, DEVICE)
+    expected = whole(talks)
+    memory = Memory(talks, chance.choice([4, 16]), chance)
+    waiting = [(s, first, end) for s, n in enumerate(talks.lengths) for first, end in cuts(n, chance)]
+    chance.shuffle(waiting)
+    while waiting:
+        batch = [waiting.pop() for _ in range(min(chance.choice([1, 2, 5]), len(waiting)))]
+        width = chance.choice([0, 2 * SPLIT // memory.page_size])
+        for (s, first, end), found in zip(batch, memory.attend(talks, batch, width=width), strict=True):
+            assert torch.equal(found, expected[s][first:end]), (s, first, end, len(batch))
+
+
+@runs
+@dtypes
+@shapes
+def test_a_token_decoded_over_split_contexts_has_the_bits_of_the_prefill(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    chance = random.Random(0)
+    talks = Conversations.of(LENGTHS, shape, dtype, DEVICE)
+    expected = whole(talks)
+    memory = Memory(talks, 16, chance)
+    ends = [[chance.randint(1, n) for n in talks.lengths] for _ in range(2)] + [talks.lengths]
+    for batch in ([(s, end - 1, end) for s, end in enumerate(own)] for own in ends):
+        for split in (True, False):
+            found = memory.attend(talks, batch, width=40, split=split)
+            assert all(torch.equal(x, expected[s][first:end]) for x, (s, first, end) in zip(found, batch, strict=True))
+
+
+@runs
+@pytest.mark.parametrize("split", [True, False])
+def test_a_row_without_context_is_zeros_and_disturbs_nobody(split: bool) -> None:
+    talks = Conversations.of([70], (4, 2, 32), torch.float32, DEVICE)
+    memory = Memory(talks, 16, random.Random(0))
+    plan = PagedPlan.of([[], memory.pages[0], []], [1, 1, 1], [0, 70, 0], page_size=16, device=DEVICE)
+    query = torch.cat([torch.ones_like(talks.queries[0][:2]), talks.queries[0][-1:]])[[0, 2, 1]]
+    out = paged_attention(query, memory.keys, memory.values, plan, scale=talks.scale, split=split)
+    assert torch.equal(out[1], whole(talks)[0][-1])
+    assert not out[[0, 2]].any()
+
+
+@runs
+def test_a_slot_of_minus_one_is_not_written() -> None:
+    keys, values = torch.zeros(2, 8, 2, 16, device=DEVICE)
+    rows = torch.ones(3, 2, 16, device=DEVICE)
+    store_kv(rows, 2 * rows, keys, values, torch.tensor([5, -1, 0], device=DEVICE))
+    assert keys.flatten(1).amax(1).tolist() == keys.flatten(1).amin(1).tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
+    assert torch.equal(values, 2 * keys)
+
+
+@runs
+@dtypes
+@shapes
+def test_attention_reads_queries_keys_and_values_out_of_one_wide_projection(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    heads, kv_heads, head_dim = shape
+    talks = Conversations.of([70], shape, dtype, DEVICE)
+    expected = whole(talks)
+    joint = torch.cat([talks.queries[0], talks.keys[0], talks.values[0]], dim=1).flatten(1).unflatten(1, (-1, head_dim))
+    query, key, value = joint.split([heads, kv_heads, kv_heads], dim=1)
+    talks = Conversations([query], [key], [value])
+    found = Memory(talks, 16, random.Random(0))
+    assert torch.equal(found.attend(talks, [(0, 0, 70)])[0], expected[0])
+
+
+@runs
+@dtypes
+@widths
+def test_a_rowwise_kernel_computes_what_its_twin_says(width: int, dtype: torch.dtype) -> None:
+    ours = rowwise(width, dtype, DEVICE)
+    torch.manual_seed(0)
+    twins = rowwise(width, dtype)
+    for name, operation in ours.items():
+        found = operation(ALL)
+        right = Context().run(twins[name], ALL)  # where `interpreted_kernels` doesn't reach
+        for x, y in zip(found, right, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x.cpu(), y, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            if name == "apply_rotary":  # products and sums alone
+                assert torch.equal(x.cpu(), y)
+
+
+@runs
+@dtypes
+@widths
+def test_a_row_of_every_operation_has_the_same_bits_alone_and_in_any_slice(width: int, dtype: torch.dtype) -> None:
+    for name, operation in rowwise(width, dtype, DEVICE).items():
+        expected = operation(ALL)
+        for first, end in [(0, 1), (5, 6), (69, 70), (1, 3), (3, 10), (7, 70)]:
+            for part, full in zip(operation(slice(first, end)), expected, strict=True):
+                assert torch.equal(part, full[first:end]), (name, first, end)
+
+
+@runs
+def test_gathered_log_probs_are_those_of_the_whole_row() -> None:
+    operations = rowwise(WIDTHS[-1], torch.float32, DEVICE)
+    torch.manual_seed(0)
+    rowwise_inputs = operations["gather_log_probs"], operations["row_log_softmax"]
+    gathered, rows = (operation(ALL)[0] for operation in rowwise_inputs)
+    assert all((rows[n][:, None] == gathered[n]).any(0).all() for n in range(ROWS))
+
+
+@on_gpu
+@dtypes
+def test_a_captured_graph_serves_other_contexts_and_padding(dtype: torch.dtype) -> None:
+    talks = Conversations.of([400, 90, 700], (32, 8, 128), dtype, DEVICE)
+    expected = whole(talks)
+    memory = Memory(talks, 16, random.Random(0))
+    plan = PagedPlan.of([[0]] * 4, [1] * 4, [1] * 4, page_size=16, device=DEVICE, width=64)
+    query = torch.zeros(4, 32, 128, device=DEVICE, dtype=dtype)
+    found = {}
+    for split in (True, False):
+        paged_attention(query, memory.keys, memory.values, plan, scale=talks.scale, split=split)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found[split] = paged_attention(query, memory.keys, memory.values, plan, scale=talks.scale, split=split)
+        for ends in ([400, 90, 700], [17, 90, 256]):
+            for s, end in enumerate(ends):
+                plan.page_table[s, : len(memory.pages[s])] = torch.tensor(memory.pages[s], dtype=torch.int32)
+                plan.context_lengths[s] = end
+                query[s] = talks.queries[s][end - 1]
+            plan.context_lengths[3] = 0
+            graph.replay()
+            for s, end in enumerate(ends):
+                assert torch.equal(found[split][s], expected[s][end - 1]), (split, s, end)
+            assert not found[split][3].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that starts the interpreter")
+def test_all_of_this_holds_in_the_interpreter() -> None:
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 4 * len(SMALL) + 2 * 2 + 4
+
+
+# --- compiled without a GPU -----------------------------------------------------------------------------------------
+
+
+def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
+    """Every kernel at the shapes of Qwen3-8B: file, name, constants, warps."""
+    heads = {"KV_HEADS": 8, "SHARED": 4, "BLOCK_SHARED": 4, "SPLIT": SPLIT, "HEAD_DIM": 128, "BLOCK_D": 128}
+    attention = {**heads, "SCALE": 0.1275, "PAGE": 16, "TILE": TILE, "ROWS": BLOCK_ROWS}
+    warps, width, vocabulary = warps_for(BLOCK_ROWS * TILE), 4096, 151936
+    norm = {"EPS": 1e-6, "WIDTH": width, "BLOCK": width, "INNER": 1, "ROWS": 1}
+    head_norm = {"EPS": 1e-6, "WIDTH": 128, "BLOCK": 128, "INNER": 32, "ROWS": 16, "ADD": False}
+    rotary = {"HEADS": 32, "BLOCK_HEADS": 32, "HALF": 64, "BLOCK": 64}
+    silu = {"WIDTH": 12288, "BLOCK": 1024, "LARGEST_EXPONENT": 88.0}
+    row = {"WIDTH": vocabulary, "BLOCK": 4096}
+    return [
+        ("paged_attention", "paged_attention", attention, warps),
+        ("paged_attention", "attend_splits", attention, warps),
+        ("paged_attention", "merge_splits", heads, warps_for(512)),
+        ("paged_attention", "store_kv", {"WIDTH": 1024, "BLOCK": 1024}, warps_for(1024)),
+        ("rms_norm", "rms_norm", {**norm, "ADD": True}, warps_for(width)),
+        ("rms_norm", "rms_norm", head_norm, warps_for(2048)),
+        ("rotary", "rotary", rotary, warps_for(2048)),
+        ("silu_mul", "silu_mul", silu, warps_for(1024)),
+        ("log_softmax_gather", "log_softmax", row, warps_for(4096)),
+        ("log_softmax_gather", "gather_log_probs", {**row, "BLOCK_IDS": 64}, warps_for(4096)),
+    ]
+
+
+FP32 = ("tops", "totals", "parts", "cos_sin")
+INTEGERS = {"pages": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64", "positions": "*i64", "ids": "*i64"}
+
+
+@compiles
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("file", "name", "constants", "warps"), configurations())
+def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
+    file: str, name: str, constants: dict[str, Any], warps: int, dtype: str
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
+    own = "fp32" if file == "log_softmax_gather" else dtype
+    signature, attributes = {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in kernel.do_not_specialize:
+            signature[argument] = "i32"
+        else:
+            signature[argument] = INTEGERS.get(argument, "*fp32" if argument in FP32 else f"*{own}")
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, **COMPILED}
+    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    products = dtype == "fp32" and name in ("paged_attention", "attend_splits")
+    if not products and file != "log_softmax_gather":  # fp32 products are made of them, and so is a logarithm
+        assert not re.search(r"\bfma\.", assembly)
+    assert ".local" not in assembly
