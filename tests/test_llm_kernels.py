@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from llm_operations import ROWS, Conversations, Memory, cuts, dense, rotary_table, rowwise, whole
 
+import rl_kernels.certify_paged as certify
 import rl_kernels.paged_attention as paged
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
 from rl_kernels.rms_norm import add_rms_norm, rms_norm
 from rl_kernels.rotary import apply_rotary
 from rl_kernels.silu_mul import silu_mul
+from rl_kernels.verdict_cache import Verdict, VerdictCache, forget
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (heads, kv_heads, head_dim)
@@ -122,6 +126,47 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         paged_attention(torch.zeros(1, 3, 16), cache, cache, plan, scale=1.0)
     with pytest.raises(ValueError, match="no gradient"):
         paged_attention(torch.zeros(1, 4, 16, requires_grad=True), cache, cache, plan, scale=1.0)
+
+
+# --- certified --------------------------------------------------------------------------------------------------------
+
+
+def certified(cache: VerdictCache | None = None) -> Verdict:
+    forget()
+    cpu = torch.device("cpu")
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "page_size": 16}
+    try:
+        return certify.certify_paged_attention(cpu, **shape, dtype=torch.float32, cache=cache)
+    finally:
+        forget()  # what a broken operation was found to do
+
+
+def test_paged_attention_is_certified_and_the_verdict_remembered(tmp_path: Path) -> None:
+    found = certified(VerdictCache(tmp_path))
+    assert found == Verdict("paged_attention 4x2x32 float32", "twin", ("twin",))
+    again = certified(VerdictCache(tmp_path))
+    assert again.cached
+    assert again.implementation == "twin"
+
+
+def test_attention_whose_bits_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_size(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: PagedPlan, **how: Any) -> Any:
+        monkeypatch.setattr(paged, "TILE", 64 if len(plan.lengths) == 1 else 32)
+        return paged_attention(query, keys, values, plan, **how)
+
+    monkeypatch.setattr(certify, "paged_attention", by_size)
+    found = certified()
+    assert not found.exact
+    assert found.failed_at is not None
+    assert found.failed_at.startswith("twin: all prefilled in one batch")
+
+
+def test_something_else_than_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hot(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: PagedPlan, **how: Any) -> Any:
+        return paged_attention(query, keys, values, plan, **{**how, "scale": 1.01 * how["scale"]})
+
+    monkeypatch.setattr(certify, "paged_attention", hot)
+    assert certified().failed_at == "twin: a prefill of 63 tokens is not attention"
 
 
 # --- row by row -----------------------------------------------------------------------------------------------------

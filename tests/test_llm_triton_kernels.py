@@ -22,6 +22,7 @@ import pytest
 import torch
 from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, whole
 
+from rl_kernels.certify_paged import certify_paged_attention
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.paged_attention import BLOCK_ROWS, SPLIT, TILE, PagedPlan, paged_attention, store_kv
 
@@ -170,6 +171,16 @@ def test_gathered_log_probs_are_those_of_the_whole_row() -> None:
     rowwise_inputs = operations["gather_log_probs"], operations["row_log_softmax"]
     gathered, rows = (operation(ALL)[0] for operation in rowwise_inputs)
     assert all((rows[n][:, None] == gathered[n]).any(0).all() for n in range(ROWS))
+
+
+@on_gpu
+@dtypes
+@shapes
+def test_paged_attention_is_certified(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = shape
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": 16}
+    found = certify_paged_attention(torch.device(DEVICE), **sizes, dtype=dtype)
+    assert found.implementation == "triton", found.failed_at
 
 
 @on_gpu
