@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tiny_models
+from tiny_llms import make_tiny_llm
 
 from diffusion_rl.client import RolloutClient
 
@@ -33,6 +34,14 @@ engine, limits, server = json.loads(sys.argv[1])
 parallel = ParallelConfig(**engine.pop("parallel", {}))
 control = ControlConfig(**engine.pop("control", {}))
 serve(EngineConfig(**engine, parallel=parallel, control=control, limits=Limits(**limits)), ServerConfig(**server))
+"""
+SERVE_LLM = """
+import json, sys
+from engine_control.config import ControlConfig
+from llm_runtime.config import LLMConfig, ServerConfig
+from llm_runtime.server.app import serve
+engine, server = json.loads(sys.argv[1])
+serve(LLMConfig(**engine, control=ControlConfig(enable_memory_saver=True)), ServerConfig(**server))
 """
 
 
@@ -102,6 +111,20 @@ def service(tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     stop_service(started)
 
 
+@pytest.fixture(scope="session")
+def tiny_llm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llm(tmp_path_factory.mktemp("models") / "llm")
+
+
+@pytest.fixture(scope="session")
+def llm_service(tiny_llm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    log = tmp_path_factory.mktemp("llm-service") / "log.txt"
+    started = start_llm_service({"model_path": str(tiny_llm_folder)}, {"served_model_name": "tiny-llm"}, log)
+    started.wait_until(started.healthy)
+    yield started
+    stop_service(started)
+
+
 @pytest.fixture
 def embedded_service(tmp_path: Path) -> Iterator[str]:
     """Address of a service of the embedded model, configured by nothing but its port."""
@@ -119,15 +142,25 @@ def free_port() -> int:
 
 def start_service(engine: dict[str, object], server: dict[str, object], log: Path) -> Service:
     """Starts a service in a process of its own, and doesn't wait for it."""
+    return _start(SERVE, [engine, LIMITS, server], int(str(server["port"])), log)
+
+
+def start_llm_service(engine: dict[str, object], server: dict[str, object], log: Path) -> Service:
+    """As `start_service`, of a language model, on a port of its own."""
+    port = free_port()
+    return _start(SERVE_LLM, [engine, {**server, "port": port}], port, log)
+
+
+def _start(script: str, arguments: list[object], port: int, log: Path) -> Service:
     roots = [str(REPOSITORY), str(REPOSITORY / "kernels")]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, json.dumps([engine, LIMITS, server])],
+            [sys.executable, "-c", script, json.dumps(arguments)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
         )
-    return Service(f"http://127.0.0.1:{server['port']}", process, log)
+    return Service(f"http://127.0.0.1:{port}", process, log)
 
 
 def stop_service(service: Service) -> None:
