@@ -66,6 +66,10 @@ class EngineConfig:
     torch_compile: the transformer is compiled, at `torch_compile_rows` rows a piece (None: what a full guided batch
         brings, at most 8). A sample's bits still don't depend on its batch, but they are no longer those of a forward
         with gradients: ratios in a trainer aren't exactly 1. Not with several ranks; CUDA graphs are off then.
+    dit_layerwise_offload: the transformer's blocks lie in pinned host memory and come to the device, the next while one
+        computes, in groups of `dit_offload_group_size`; two groups are there at a time. For models that don't fit: a
+        step takes at least as long as all blocks take over the link. The bits are the same. CUDA graphs are off then;
+        not with `torch_compile`.
     verdict_cache: the folder in which certification keeps what it found for later starts; None: nowhere.
     weight_version: what the weights that are loaded first are called.
     control: how the control layer (refit, pause, sleep) behaves.
@@ -85,6 +89,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     torch_compile: bool = False
     torch_compile_rows: int | None = None
+    dit_layerwise_offload: bool = False
+    dit_offload_group_size: int = 1
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     verdict_cache: str | None = field(default_factory=default_verdict_cache)
     weight_version: str = "default"

@@ -94,7 +94,7 @@ class RankControl:
         self._transports: dict[str, WeightTransport] = {}
         self._session: RefitSession | None = None
         self._adapters = adapters
-        self._merges = LoraMerges(engine.target)
+        self._merges = LoraMerges(engine.target, engine.device)  # one device's arithmetic, wherever weights lie
         self._commands: Mapping[str, Callable[..., Any]] = {
             "begin": self._begin,
             "update": self._update,

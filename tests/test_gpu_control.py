@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import save, sd3_pipeline
 
 from diffusion_rl.config import EngineConfig
+from diffusion_rl.models.offload import LayerwiseOffload
+from diffusion_rl.models.runner import eager
 from diffusion_rl.pipeline import RolloutPipeline
+from diffusion_rl.rollout.offloaded_target import OffloadedTarget
 from engine_control.checksum import device_digests
 from engine_control.config import ControlConfig
 from engine_control.errors import InvalidRequestError
@@ -22,14 +27,14 @@ CYCLES = 100
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def pipeline(tiny_sd3_folder: Path) -> Iterator[RolloutPipeline]:
-    config = EngineConfig(
-        str(tiny_sd3_folder),
-        dtype="bfloat16",
-        device="cuda",
-        control=ControlConfig(enable_memory_saver=True),
-    )
+def config_of(folder: Path, **others: Any) -> EngineConfig:
+    control = ControlConfig(enable_memory_saver=True)
+    return EngineConfig(str(folder), dtype="bfloat16", device="cuda", control=control, **others)
+
+
+@pytest.fixture(params=[False, True], ids=["resident", "offloaded"])
+def pipeline(tiny_sd3_folder: Path, request: pytest.FixtureRequest) -> Iterator[RolloutPipeline]:
+    config = config_of(tiny_sd3_folder, dit_layerwise_offload=request.param)
     with RolloutPipeline.from_config(config) as made:
         yield made
 
@@ -91,6 +96,90 @@ def test_what_is_not_finite_is_refused_on_the_device(pipeline: RolloutPipeline, 
         with pytest.raises(InvalidRequestError, match="NaN or infinity"):
             pipeline.refit(new)
     assert torch.equal(pictures(pipeline), expected)
+
+
+def test_an_offloaded_transformer_has_the_bits_of_a_resident_one_and_captures_no_graph(tmp_path: Path) -> None:
+    """Fused blocks, merges and staged refits included; its blocks lie in pinned host memory."""
+    folder = save(sd3_pipeline(layers=6), tmp_path / "deep")
+    generator = torch.Generator().manual_seed(5)
+    layer = "transformer_blocks.3.attn.to_q"
+    halves = {f"{layer}.{half}.weight": torch.randn(128, 128, generator=generator) for half in ("lora_A", "lora_B")}
+    found = []
+    for offload in (False, True):
+        with RolloutPipeline.from_config(config_of(folder, dit_layerwise_offload=offload)) as made:
+            bits = [pictures(made) for _ in range(3)]  # the third would replay a graph
+            assert torch.equal(bits[0], bits[2])
+            made.begin_weight_update(partial=True)
+            made.update_weights_from_tensor(halves.items(), weight_update_mode="lora_merge")
+            made.end_weight_update()
+            bits.append(pictures(made))
+            made.refit({name: t * 1.25 for name, t in weights_of(made).items()}, staged=True)
+            bits.append(pictures(made))
+            fused = made.engine.family.choices.fused
+            found.append((bits, made.get_weights_checksum(), fused, made.engine.exactness.enabled))
+            if offload:
+                told: Any = made.engine.describe()["dit_layerwise_offload"]
+                assert told["pinned"]
+                assert made.engine.family.runner is eager
+                assert {p.device.type for p in made.transformer.transformer_blocks.parameters()} == {"cpu"}  # type: ignore[union-attr]
+    (resident, *rest), (offloaded, *same) = found
+    assert all(torch.equal(a, b) for a, b in zip(resident, offloaded, strict=True))
+    assert rest == same
+
+
+class Wide(torch.nn.Module):
+    """Blocks whose weights take longer to copy, or to compute with, than a launch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4096, 4096, bias=False) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("rows", [16, 16384], ids=["copies are slower", "computing is slower"])
+@torch.no_grad()
+def test_offloaded_blocks_wait_for_their_copies_and_take_two_slots_however_far_the_host_is_ahead(rows: int) -> None:
+    resident = Wide().to("cuda", torch.bfloat16)
+    inputs = [torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(10)]
+    expected = [resident(x) for x in inputs]
+    block = resident.blocks[0].weight.nbytes  # type: ignore[union-attr, operator]
+    moved = copy.deepcopy(resident)
+    del resident
+    LayerwiseOffload(moved, torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = [moved(x) for x in inputs]  # nothing is waited for in between
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    kept = sum(x.nbytes for x in found)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * block + kept + 4 * inputs[0].nbytes
+
+
+@torch.no_grad()
+def test_new_bytes_never_reach_a_forward_that_was_launched_before_them() -> None:
+    """The host writes as soon as it may; the device is then still busy with the forward."""
+    moved = Wide().to("cuda", torch.bfloat16)
+    offload = LayerwiseOffload(moved, torch.device("cuda", torch.cuda.current_device()))
+    target = OffloadedTarget({"transformer": moved}, [offload])
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    versions = [{n: (t * scale).clone() for n, t in moved.state_dict().items()} for scale in (1.0, 1.5)]
+    expected = []
+    for weights in versions:
+        resident = Wide().to("cuda", torch.bfloat16)
+        resident.load_state_dict(weights)
+        expected.append(resident(x))
+    assert not torch.equal(*expected)
+    for turn in range(20):
+        found = moved(x)
+        for name, tensor in versions[(turn + 1) % 2].items():
+            for live, new in target.destinations("transformer", name, tensor):
+                live.copy_(new)
+        assert torch.equal(found, expected[turn % 2]), turn
 
 
 def test_a_gpu_and_a_cpu_find_the_same_digest() -> None:

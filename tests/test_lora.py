@@ -522,7 +522,8 @@ def test_ranks_that_share_a_forward_serve_the_adapters_bits(adapters: RolloutPip
     load(adapters, "policy", policy)
     expected = [adapters("cat", lora_name=name, **ROLLOUT) for name in ("policy", None)]
     parallel = ParallelConfig(sp_degree=2)
-    with RolloutPipeline.from_config(EngineConfig(str(tiny_sd3_folder), device="cpu", parallel=parallel)) as two:
+    config = EngineConfig(str(tiny_sd3_folder), device="cpu", parallel=parallel, dit_layerwise_offload=True)
+    with RolloutPipeline.from_config(config) as two:
         with pytest.raises(InvalidRequestError, match="by half"):
             two.load_lora_adapter_from_tensors("policy", CONFIG, dict(list(factors(policy).items())[:-1]))
         load(two, "policy", policy)

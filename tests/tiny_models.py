@@ -52,7 +52,9 @@ def clip_encoder(seed: int, max_length: int = 24) -> CLIPTextModelWithProjection
 
 
 @cache
-def sd3_pipeline(dtype: torch.dtype = torch.float32, dual_attention: bool = False) -> StableDiffusion3Pipeline:
+def sd3_pipeline(
+    dtype: torch.dtype = torch.float32, dual_attention: bool = False, layers: int = 2
+) -> StableDiffusion3Pipeline:
     """SD3 at toy size: 8 x 8 latents of 16 channels for 64 x 64 pixels, two CLIPs, no T5."""
     torch.manual_seed(0)
     transformer = SD3Transformer2DModel(
@@ -60,7 +62,7 @@ def sd3_pipeline(dtype: torch.dtype = torch.float32, dual_attention: bool = Fals
         patch_size=2,
         in_channels=16,
         out_channels=16,
-        num_layers=2,
+        num_layers=layers,
         attention_head_dim=16,
         num_attention_heads=8,
         joint_attention_dim=128,

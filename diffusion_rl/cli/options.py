@@ -76,6 +76,23 @@ TorchCompileRows = Annotated[
         rich_help_panel=LOADING,
     ),
 ]
+DitLayerwiseOffload = Annotated[
+    bool,
+    typer.Option(
+        "--dit-layerwise-offload",
+        help="Keep the transformer's blocks in pinned host memory, and bring each to the GPU while the one before "
+        "computes: for models that don't fit. Slower, the same bits. No CUDA graphs then; not with torch.compile.",
+        rich_help_panel=LOADING,
+    ),
+]
+DitOffloadGroupSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Blocks that come to the GPU together; two such groups are there at a time.",
+        rich_help_panel=LOADING,
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="auto (the first GPU if there is one), cpu, cuda, cuda:1, ...", rich_help_panel=LOADING)
 ]

@@ -8,6 +8,7 @@ import torch
 
 from diffusion_rl.models.base import ModelFamily
 from diffusion_rl.models.loading import load_pipeline
+from diffusion_rl.models.offload import offload_pipeline
 from engine_control.errors import InvalidRequestError
 from engine_control.registry import Registry
 
@@ -15,7 +16,7 @@ families: Registry[ModelFamily] = Registry(
     "diffusion_rl.models",
     ModelFamily,  # type: ignore[type-abstract]
     noun="model family",
-    skip=("loading", "runner", "graphs", "compiled", "fused_blocks"),
+    skip=("loading", "runner", "graphs", "compiled", "fused_blocks", "offload"),
 )
 
 
@@ -38,10 +39,18 @@ def family_for(pipeline: object, defaults_folder: Path | None = None) -> ModelFa
     return served[name](pipeline, defaults_folder)
 
 
-def load_family(model_path: str, *, dtype: torch.dtype | None = None, device: str = "cpu") -> ModelFamily:
-    """Loads a diffusers folder or hub id (`embedded`: the model in this package) onto `device`, ready to predict."""
+def load_family(
+    model_path: str, *, dtype: torch.dtype | None = None, device: str = "cpu", offload: int | None = None
+) -> ModelFamily:
+    """Loads a diffusers folder or hub id (`embedded`: the model in this package) onto `device`, ready to predict.
+
+    offload: the transformer's blocks stay in host memory, and come to the device in groups of that many.
+    """
     pipeline, folder = load_pipeline(model_path, dtype)
-    pipeline.to(device)
+    if offload is None:
+        pipeline.to(device)
+    else:
+        offload_pipeline(pipeline, device, group_size=offload)
     return family_for(pipeline, folder)
 
 

@@ -20,6 +20,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_rl.batch import Conditioning, DenoiseBatch, PromptEmbeds, Rows
+from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.cfg import combine_guidance
@@ -73,7 +74,7 @@ class ModelFamily(ABC):
         # Asking the module walks all its parameters, which is too slow for every step.
         self.decodes_together: tuple[int, int] | None = None
         self.dtype: torch.dtype = pipeline.transformer.dtype
-        self.device: torch.device = pipeline.transformer.device
+        self.device: torch.device = device_of_module(pipeline.transformer)
         self.defaults = self._defaults(defaults_folder)
 
     @property

@@ -21,6 +21,7 @@ import transformers
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
+from diffusion_rl.models.offload import offload_of
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks
@@ -43,7 +44,7 @@ from diffusion_rl.rollout.samples import (
     start_samples,
     step_count,
 )
-from diffusion_rl.rollout.startup import one_rank, start_ranks
+from diffusion_rl.rollout.startup import offload_as_configured, one_rank, start_ranks
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from engine_control.control import Control
@@ -93,6 +94,7 @@ class RolloutEngine:
         self.family = family
         family.runner = eager  # whatever another engine chose for it
         self.config = config or EngineConfig()
+        offload_as_configured(family, self.config)
         self.exactness = exactness or make_exact(family, self.config.deterministic, cache=cache_of(self.config))
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
         if self.ranks.arrangement.sequence is None:
@@ -204,6 +206,7 @@ class RolloutEngine:
     def describe(self) -> dict[str, object]:
         """What is loaded and how, for `/server_info` and `diffusion-rl doctor`."""
         family, defaults = self.family, self.family.defaults
+        offload = offload_of(family.transformer)
         return {
             "model_path": self.config.model_path,
             "family": type(family).__module__.rsplit(".", 1)[-1],
@@ -216,6 +219,7 @@ class RolloutEngine:
             "attention_backend": "torch_sdpa",
             "deterministic": self.exactness.describe(),
             "torch_compile": self._describe_compiled(),
+            "dit_layerwise_offload": None if offload is None else offload.describe(),
             "parallel": self._describe_parallel(),
             "step_kinds": step_kinds.names(),
             "max_batch_size": self.config.max_batch_size,

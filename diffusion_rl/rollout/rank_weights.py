@@ -9,9 +9,11 @@ import torch
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
+from diffusion_rl.models.offload import offload_of
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.rollout.adapters import Adapters
 from diffusion_rl.rollout.certification import cache_of
+from diffusion_rl.rollout.offloaded_target import OffloadedTarget
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from engine_control.config import RankSettings
 from engine_control.memory.base import MemoryMechanism, mechanisms
@@ -35,7 +37,11 @@ class RankWeights:
             name: module for name, module in family.pipeline.components.items() if isinstance(module, torch.nn.Module)
         }
         self.device = family.device
-        self.target = ModuleTarget(self._modules, main=[name for name in TRAINED if name in self._modules])
+        self._offloads = [found for module in self._modules.values() if (found := offload_of(module)) is not None]
+        trained = [name for name in TRAINED if name in self._modules]
+        self.target: ModuleTarget = ModuleTarget(self._modules, main=trained)
+        if self._offloads:
+            self.target = OffloadedTarget(self._modules, self._offloads, main=trained)
         mechanism = _mechanism(config, family.device)
         self.memory = MemorySaver(mechanism, pinned=family.device.type == "cuda")
         if config.control.enable_memory_saver:
@@ -46,6 +52,8 @@ class RankWeights:
             self.memory.on_release("weights", self.adapters.forget_graphs)  # one that was loaded since may be moved
             if not mechanism.keeps_addresses:
                 self.memory.on_release("weights", self._drop_graphs)
+            for offload in self._offloads:
+                self.memory.on_release("weights", offload.give_device_memory_back)
 
     def flush_caches(self, modules: Sequence[str] | None) -> None:
         """Prompt embeddings come from the text encoders alone; a graph reads weights where they lie."""
@@ -57,11 +65,13 @@ class RankWeights:
             torch.cuda.synchronize(self.device)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        """All on the device. Offloaded weights stay where they are: there is nothing of them to give back."""
         found = {
             f"{owner}.{name}": tensor
             for owner, module in self._modules.items()
             for named in (module.named_parameters(), module.named_buffers())
             for name, tensor in named
+            if not any(offload.holds(tensor) for offload in self._offloads)
         }
         return found | self.adapters.tensors()
 

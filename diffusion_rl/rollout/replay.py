@@ -14,6 +14,7 @@ import torch
 from diffusion_rl.batch import DenoiseBatch
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import refuse_inexact_replay
+from diffusion_rl.models.offload import refuse_offloaded_gradients
 from diffusion_rl.rollout.schedule import ODE, replayed_schedule
 from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from diffusion_rl.schedulers import step_kinds
@@ -50,10 +51,12 @@ def replay_step(
     `rollout_return_denoising_env`. `transformer` is the trainer's (possibly wrapped) module; None is the family's own.
 
     Raises:
-        InvalidRequestError: something that is needed was not returned, the step has no variance, or the rollout was
-            compiled and this forward would have other bits.
+        InvalidRequestError: something that is needed was not returned, the step has no variance, the rollout was
+            compiled and this forward would have other bits, or the transformer's blocks are offloaded and gradients are
+            recorded.
     """
     refuse_inexact_replay(family.runner, transformer)
+    refuse_offloaded_gradients(transformer or family.transformer)
     states = [_states(s, step) for s in samples]
     kinds = {s.rollout_step_kinds[step] for s in samples}
     no_const = {s.log_prob_no_const for s in samples}

@@ -8,6 +8,7 @@ import torch
 
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
+from diffusion_rl.models.offload import offload_of
 from diffusion_rl.models.runner import eager
 from diffusion_rl.rollout.certification import Exactness, part_of, probe_batch
 from rl_kernels.certify import Verdict
@@ -18,8 +19,10 @@ RUNS = 3  # of a probed shape: eager, captured, replayed
 def choose_runner(family: ModelFamily, exactness: Exactness, *, cuda_graphs: bool) -> Exactness:
     """Sets the family's runner for the choices that it computes by now, and adds what was found to the table.
 
-    Without exact mode graphs are taken unprobed: they hold the same kernels, and nothing was promised.
+    Without exact mode graphs are taken unprobed: they hold the same kernels, and nothing was promised. A transformer
+    whose blocks are offloaded gets none: a graph can't wait for a copy that depends on what ran before.
     """
+    cuda_graphs = cuda_graphs and offload_of(family.transformer) is None
     if not cuda_graphs or family.device.type != "cuda":
         family.runner = eager
         return exactness

@@ -14,6 +14,7 @@ import torch
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, load_family
+from diffusion_rl.models.offload import check_group_size, offload_pipeline, refuse_combinations, refuse_offloaded
 from diffusion_rl.parallel.arrangement import Arrangement, arrange
 from diffusion_rl.parallel.groups import RankGroup, Rendezvous
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
@@ -35,7 +36,8 @@ def load_rank(config: EngineConfig, device: str) -> ModelFamily:
         InvalidRequestError: it can't be loaded, no family serves it, or its heads don't fit the layout.
     """
     dtype = None if config.dtype == "auto" else _dtype(config.dtype)
-    family = load_family(config.model_path, dtype=dtype, device=device)
+    offload = config.dit_offload_group_size if config.dit_layerwise_offload else None
+    family = load_family(config.model_path, dtype=dtype, device=device, offload=offload)
     check_heads(family.attention_heads, layout_of(config.parallel))
     return family
 
@@ -73,6 +75,7 @@ def start_ranks(
         EngineDiedError: another rank could not start.
     """
     layout, device = layout_of(config.parallel), config.device
+    check_offload(config)
     if config.torch_compile:
         refuse_compiled_ranks(layout)
     if device == "auto":
@@ -93,6 +96,31 @@ def start_ranks(
         others.close()
         raise
     return family, exactness, others
+
+
+def check_offload(config: EngineConfig) -> None:
+    """Refuses layerwise offload where it can't work, before anything is loaded.
+
+    Raises:
+        InvalidRequestError: together with torch.compile or shared weights, or in groups of no block.
+    """
+    check_group_size(config.dit_offload_group_size)
+    if config.dit_layerwise_offload:
+        refuse_combinations(torch_compile=config.torch_compile, tp_size=getattr(config.parallel, "tp_size", 1))
+
+
+def offload_as_configured(family: ModelFamily, config: EngineConfig) -> None:
+    """Offloads the blocks of a family that was loaded without, if that is wanted.
+
+    Raises:
+        InvalidRequestError: as `check_offload`.
+        ConflictError: another engine has offloaded this pipeline, and this one is not to be.
+    """
+    check_offload(config)
+    if config.dit_layerwise_offload:
+        offload_pipeline(family.pipeline, family.device, group_size=config.dit_offload_group_size)
+    else:
+        refuse_offloaded(family.pipeline)
 
 
 def one_rank(family: ModelFamily, config: EngineConfig) -> Arrangement:

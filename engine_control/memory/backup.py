@@ -109,7 +109,7 @@ class SlabBackup(Backup):
     """One slab of host memory, made at the first `save`, made anew only when it is too small, and kept until `close`.
 
     pinned: page-locked, so that copies run at the link's rate. Locking is slow (seconds for tens of GB), hence one
-    slab. It has the exact size, where torch's own pinned allocations are rounded up to a power of two.
+    slab.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -122,7 +122,8 @@ class SlabBackup(Backup):
         slab = self._slab
         if slab is None or slab.numel() < needed:
             self.close()
-            slab = self._slab = self._allocate(needed)
+            slab, self._locked = host_slab(needed, pinned=self._pinned, what="the backup")
+            self._slab = slab
         offset = 0
         for storage in storages:
             slab[offset : offset + storage.nbytes()].copy_(as_bytes(storage), non_blocking=True)
@@ -142,25 +143,37 @@ class SlabBackup(Backup):
 
     def close(self) -> None:
         if self._slab is not None and self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
+            unpin([self._slab])
         self._slab, self._locked = None, False
 
-    def _allocate(self, size: int) -> torch.Tensor:
-        free = available_ram()
-        if size > free:
-            raise InsufficientMemoryError(
-                f"the backup needs {size} bytes of host memory, {free} are free",
-                hint="Make room on the host, or release without a backup.",
-            )
-        slab = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-        if self._pinned:
-            status = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, PORTABLE))
-            self._locked = status == 0
-            if not self._locked:
-                logger.warning("%d bytes of host memory can't be pinned (CUDA error %d): copies are slow", size, status)
-                with suppress(RuntimeError):  # takes the error, or the next kernel launch would report it
-                    torch.zeros(1, device="cuda")
-        return slab
+
+def host_slab(size: int, *, pinned: bool, what: str) -> tuple[torch.Tensor, bool]:
+    """`size` bytes of host memory, uint8 on a page's boundary, and whether they are page-locked: if that was asked for
+    and can be had. It has the exact size, where torch's own pinned allocations are rounded up to a power of two.
+
+    Raises:
+        InsufficientMemoryError: the host has less; `what` is named as what needs it.
+    """
+    free = available_ram()
+    if size > free:
+        raise InsufficientMemoryError(
+            f"{what} needs {size} bytes of host memory, {free} are free", hint="Make room on the host, or do without."
+        )
+    slab = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    if not pinned:
+        return slab, False
+    status = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, PORTABLE))
+    if status:
+        logger.warning("%d bytes of host memory can't be pinned (CUDA error %d): copies are slow", size, status)
+        with suppress(RuntimeError):  # takes the error, or the next kernel launch would report it
+            torch.zeros(1, device="cuda")
+    return slab, status == 0
+
+
+def unpin(slabs: Sequence[torch.Tensor]) -> None:
+    """Unlocks what `host_slab` has locked. No copy may be reading it."""
+    for slab in slabs:
+        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
 
 
 def _aligned(size: int) -> int:

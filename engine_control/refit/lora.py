@@ -170,8 +170,10 @@ class _Call:
 class LoraMerges:
     """Which weights of one rank are merged, and the base of each, in host memory. Its session is the refit's."""
 
-    def __init__(self, target: RefitTarget) -> None:
+    def __init__(self, target: RefitTarget, device: torch.device | None = None) -> None:
+        """device: where merged weights are computed; by default, where each lies."""
         self._target = target
+        self._device = device
         self._bases: dict[Key, torch.Tensor] = {}
         self._calls: list[_Call] = []
         self._can_undo_call = False
@@ -284,7 +286,7 @@ class LoraMerges:
         if base is None:
             base = live.detach().to("cpu", copy=True)
         call.changes[key], call.weights[key] = base, "merged"
-        return merged(base.to(live.device), pair, how.scale(pair.rank))
+        return merged(base.to(self._device or live.device), pair, how.scale(pair.rank))
 
 
 def check_fit(pair: LoraPair, weight: torch.Tensor) -> None:
