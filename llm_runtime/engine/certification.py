@@ -15,8 +15,9 @@ import torch
 from engine_control.errors import EngineError
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ForwardBatch, ModelRunner
+from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Verdict, certify, record
-from rl_kernels.mode import EXACT, LIBRARY
+from rl_kernels.mode import LIBRARY
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,10 @@ def make_exact(runner: ModelRunner, wanted: str) -> Exactness:
 
 def certify_model(runner: ModelRunner) -> Certificate:
     """The verdicts on each operation of a forward, and on the whole. The KV cache's contents are lost."""
-    before, runner.choices = runner.choices, EXACT
+    before, runner.choices = runner.choices, LIBRARY
     cache, runner.cache = runner.cache, _small_cache(runner)
     try:
-        recorded = record(lambda: _logits(runner, _whole(runner, LENGTHS)))
+        recorded = record(lambda: _in_exact_mode(runner))
         certificate = certify(recorded, runner.device)
         if not certificate.exact:
             return certificate
@@ -92,6 +93,12 @@ def certify_model(runner: ModelRunner) -> Certificate:
         return Certificate(certificate.device, verdicts, certificate.choices)
     finally:
         runner.choices, runner.cache = before, cache
+
+
+def _in_exact_mode(runner: ModelRunner) -> None:
+    """A forward whose every operation an observer sees."""
+    with exact_mode():
+        _logits(runner, _whole(runner, LENGTHS))
 
 
 def _whole_model(runner: ModelRunner) -> Verdict:

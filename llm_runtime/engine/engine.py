@@ -231,7 +231,7 @@ class LLMEngine:
             return []
         plan = plan_step(chunks, self.config.page_size)
         self.ranks.announce(plan.batch)
-        with self.ranks.together(), torch.no_grad():
+        with self.ranks.together(), torch.inference_mode():
             drawing, scored = self.runner.forward(plan.batch)
             self._score(plan, scored)
             bad = self._draw(plan, drawing)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import torch
 
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.scheduler import Chunk
+from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
-from rl_kernels import exact_mode
 from rl_kernels.mode import LIBRARY, Choices
 from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.settings import exact_library_settings
 
 LOGIT_ROWS = 512  # whose logits exist at the same time: 300 MB of a vocabulary of 150,000
 
@@ -59,13 +60,23 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.device = device
-        self.choices: Choices = LIBRARY
+        self.choices = LIBRARY
+
+    @property
+    def choices(self) -> Choices:
+        """Which implementations compute; to set them has the model run them."""
+        return self._choices
+
+    @choices.setter
+    def choices(self, choices: Choices) -> None:
+        self._choices = choices
+        choose_products(self.model, choices)
 
     def exact(self) -> AbstractContextManager[None]:
         """Around all that is computed."""
-        return exact_mode(choices=self.choices)
+        return exact_library_settings() if self._choices.exact else nullcontext()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states of the rows to draw after and of those to score, each `[rows, hidden_size]`. Afterwards the
         tokens' keys and values are in the cache."""
@@ -91,7 +102,7 @@ class ModelRunner:
             for _ in self.logits(hidden):
                 pass
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """The logits of hidden states, `[<= LOGIT_ROWS, vocab_size]` (fp32) at a time."""
         for rows in hidden.split(LOGIT_ROWS) if len(hidden) else ():

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from llm_runtime.layers.linear import Multiplies
 from llm_runtime.layers.placement import Piece, empty_parameter, evenly
 from llm_runtime.models.base import TensorParallel
 
 
-class VocabularyEmbedding(torch.nn.Module):
+class VocabularyEmbedding(Multiplies):
     """A row a token; this rank has those of its part of the vocabulary."""
 
     def __init__(
@@ -42,5 +43,5 @@ class VocabularyHead(VocabularyEmbedding):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[M, hidden_size]` -> `[M, vocab_size]` fp32, computed in the weight's dtype, whole on each rank."""
-        logits = F.linear(hidden_states, self.weight)
+        logits = self.product(hidden_states, self.weight, None)
         return (logits if self.share.parts == 1 else self.tensor_parallel.all_gather(logits)).float()

@@ -9,9 +9,34 @@ import torch.nn.functional as F
 
 from llm_runtime.layers.placement import Piece, Share, empty_parameter, sibling
 from llm_runtime.models.base import TensorParallel
+from rl_kernels.linear import IMPLEMENTATIONS, Linear
+from rl_kernels.mode import Choices
 
 
-class ColumnLinear(torch.nn.Module):
+class Multiplies(torch.nn.Module):
+    """A module that multiplies its input by its `weight` `[N, K]`, by the implementation that is chosen for it."""
+
+    weight: torch.nn.Parameter
+    product: Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = F.linear
+
+
+def choose_products(model: torch.nn.Module, choices: Choices) -> None:
+    """Has every linear layer of the model run what is chosen for its shape; the library's call, if nothing is exact.
+
+    `rl_kernels.exact_mode` would do the same to any module, at a price for every operation, which short steps feel.
+    """
+    for module in model.modules():
+        if isinstance(module, Multiplies):
+            n, k = module.weight.shape
+            name = choices.linear.get((k, n, module.weight.dtype), choices.default_linear)
+            module.product = IMPLEMENTATIONS[name] if choices.exact else F.linear
+
+
+class ColumnLinear(Multiplies):
     """Several linear layers of one input as one product: their outputs side by side, of each this rank's part."""
 
     def __init__(
@@ -27,7 +52,7 @@ class ColumnLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features]` -> `[N, sum of widths]`."""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
         start = 0
@@ -39,7 +64,7 @@ class ColumnLinear(torch.nn.Module):
             start += length
 
 
-class RowLinear(torch.nn.Module):
+class RowLinear(Multiplies):
     """A linear layer of which this rank has some of the inputs; the result is summed over ranks, and whole on each."""
 
     def __init__(
@@ -62,8 +87,8 @@ class RowLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features / ranks]` -> `[N, out_features]`."""
         if self.share.parts == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.tensor_parallel.all_reduce(F.linear(x, self.weight))
+            return self.product(x, self.weight, self.bias)
+        y = self.tensor_parallel.all_reduce(self.product(x, self.weight, None))
         return y if self.bias is None else y + self.bias
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
