@@ -31,15 +31,15 @@ Of {questions} questions about problems that it never saw in training, in any ph
 |---|---|---|---|---|---|
 {rows}
 
-Of groups of {group_size} samples of one question at temperature 1, as GRPO draws them, {mixed:.0%} are neither all right
-nor all wrong.
+Of groups of {group_size} samples of one question at temperature 1, as GRPO draws them, {mixed:.0%} are neither
+all right nor all wrong.
 
 ## What is in the folder
 
 - Weights in fp32, which is what a CPU computes in: nothing is converted, so a checkpoint that comes back is bit for bit
-  the one that went out. {layers} layers, {hidden_size} wide, {heads} heads of {head_dim} with {key_value_heads} key-value heads
-  (two ranks can share them), tied embeddings, {vocab_size} tokens, at most 2048 positions. Training rows had
-  {row_length} tokens; longer conversations are beyond what it was trained on.
+  the one that went out. {layers} layers, {hidden_size} wide, {heads} heads of {head_dim} with {key_value_heads}
+  key-value heads (two ranks can share them), tied embeddings, {vocab_size} tokens, at most 2048 positions. Rows of
+  {row_length} tokens were trained on; longer conversations are beyond that.
 - A byte-level tokenizer: any text goes in and comes out again; every digit is one token; nothing is added to a text.
 - A chat template: `<|bos|><|user|>…<|assistant|>…<|eos|>`. A system message stands before the first `<|user|>`.
   The bare question works as well: the model goes on with the answer and ends with `<|eos|>`.
