@@ -27,10 +27,14 @@ from rl_kernels.fused import (
     units,
 )
 
-TILE = 64  # keys
+TILE = 64  # keys that one product covers
 ROWS = 8  # CPU: query rows of a product, tokens x heads that share a kv head, as many whole tokens as fit
+SMALLEST_EXPONENT = -80.0  # CPU: exp of it is 2e-35, far from what fp32 can't hold
 GROUP_BYTES = 8 * 2**20  # CPU: of gathered tiles and scores, what stays in its cache
-BLOCK_ROWS = 32  # GPU: query rows of a program, for prompts and for single tokens: other sizes, other sums
+# GPU: query rows of a program and keys of a tile, for prompts and for single tokens alike: other sizes, other sums.
+# fp32 has no tensor cores without rounding; larger blocks of it don't fit into registers.
+BLOCKS = {torch.bfloat16: (32, TILE), torch.float16: (32, TILE), torch.float32: (16, TILE // 2)}
+PROGRAM = 2048  # GPU: what `launch` gives four warps for
 SPLIT = 256  # GPU: keys that are summed up by themselves; a multiple of TILE
 BUSY = 2  # GPU: programs a processor has to be given before splitting a context gains nothing
 LOG2_E = 1.4426950408889634
@@ -100,12 +104,14 @@ class _Group:
     """Work items that are computed at once. `[I]` items of tokens of one sequence each, over `T` tiles.
 
     rows: `[I, tokens]`, rows of the flat batch; at the end of a sequence the last one stands repeatedly. keys: a flat
-    index into a cache of vectors, for `[T, I, kv_heads, TILE]`. hidden: `[T, I, 1, rows, TILE]`, what a row can't see.
+    index into a cache of vectors, for `[T, I, kv_heads, TILE]`. unseen and
+    seen: `[T, I, 1, rows, TILE]` fp32, -inf and 0 for what a row can't see, else 0 and 1.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
-    hidden: torch.Tensor
+    unseen: torch.Tensor
+    seen: torch.Tensor
     tiles: int
 
 
@@ -225,8 +231,9 @@ def _attend(
     k = keys.index_select(0, index).float().view(-1, TILE, head_dim)
     v = values.index_select(0, index).float().view(-1, TILE, head_dim)
     p = torch.bmm(q, k.transpose(1, 2)).view(tiles, items, kv_heads, rows, TILE)
-    p.masked_fill_(group.hidden, -torch.inf)
-    p.sub_(p.amax(-1, keepdim=True).amax(0)).exp_()
+    p.add_(group.unseen)
+    # exp is ten times slower where it underflows, so nothing may: what is so small counts as much as nothing.
+    p.sub_(p.amax(-1, keepdim=True).amax(0)).clamp_min_(SMALLEST_EXPONENT).exp_().mul_(group.seen)
     sums = p.sum(-1)
     parts = torch.bmm(p.view(-1, rows, TILE), v).view(tiles, items, kv_heads, rows, head_dim)
     total, weighted = sums[0], parts[0]
@@ -289,7 +296,9 @@ def _group(
     positions = (position + token).repeat_interleave(shared, dim=1)[None, :, None, :, None]
     hidden = torch.arange(tiles * TILE).view(tiles, 1, 1, 1, TILE) > positions
     device = plan.page_table.device
-    return _Group((row + token).to(device), keys.contiguous().to(device), hidden.to(device), tiles)
+    seen = (~hidden).float()
+    unseen = torch.zeros_like(seen).masked_fill_(hidden, -torch.inf)
+    return _Group((row + token).to(device), keys.contiguous().to(device), unseen.to(device), seen.to(device), tiles)
 
 
 def _leaves_processors_idle(device: torch.device, programs: int) -> bool:
@@ -301,15 +310,16 @@ def _leaves_processors_idle(device: torch.device, programs: int) -> bool:
 def _constants(query: torch.Tensor, cache: torch.Tensor, plan: PagedPlan, *, scale: float) -> dict[str, Any]:
     _, heads, head_dim = query.shape
     shared = heads // cache.shape[1]
+    rows, tile = BLOCKS[query.dtype]
     return {
         "SCALE": scale * LOG2_E,
         "PAGE": plan.page_size,
         "KV_HEADS": cache.shape[1],
         "SHARED": shared,
         "BLOCK_SHARED": block_of(shared),
-        "TILE": TILE,
+        "TILE": tile,
         "SPLIT": SPLIT,
-        "ROWS": max(BLOCK_ROWS, block_of(shared)),
+        "ROWS": max(rows, block_of(shared)),
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_of(head_dim),
     }
@@ -329,7 +339,7 @@ def _launch_whole(
         (blocks, key_cache.shape[1], len(plan.lengths)),
         *(query, key_cache, value_cache, plan.page_table, plan.query_starts, plan.context_lengths, out),
         *(plan.page_table.stride(0), units(query, 0), units(query, 1)),
-        block=constants["ROWS"] * TILE,
+        block=PROGRAM,
         **constants,
     )
     return out
@@ -352,7 +362,7 @@ def _launch_splits(
         (splits, key_cache.shape[1], sequences),
         *(query, key_cache, value_cache, plan.page_table, plan.context_lengths, tops, totals, parts),
         *(plan.page_table.stride(0), units(query, 0), units(query, 1), splits),
-        block=constants["ROWS"] * TILE,
+        block=PROGRAM,
         **constants,
     )
     out = query.new_empty(query.shape)
