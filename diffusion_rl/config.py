@@ -32,8 +32,10 @@ def kernel_settings() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks (processes, one device each) compute one model together. No bit of a sample depends on it.
+    """How many ranks (processes, one device each) compute one model together. No bit of a sample depends on it, but for
+    `tp_size`: a sum that is split over ranks rounds otherwise, so a sample has one set of bits at each.
 
+    tp_size: ranks that share the transformer's weights: heads of an attention, widths of a feed-forward.
     sp_degree: ranks that share the tokens of a forward (Ulysses). ulysses_degree is another name for it; ring_degree
         must be 1.
     enable_cfg_parallel: one half of the ranks computes the negative prompts, the other half the positive ones.
@@ -49,6 +51,7 @@ class ParallelConfig:
     guidance: Literal["batched", "split"] = "batched"
     share_device: bool = False
     collective_timeout_s: float = 300.0
+    tp_size: int = 1
 
 
 @dataclass(frozen=True)

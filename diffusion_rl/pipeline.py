@@ -13,6 +13,7 @@ import torch
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import family_for
+from diffusion_rl.parallel.tensor import refuse_shared_weights
 from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
 from diffusion_rl.rollout.replay import replay
@@ -105,7 +106,12 @@ class RolloutPipeline(ControlMethods, Closing):
         lora_name: str | None = None,
     ) -> torch.Tensor:
         """Log-probs of returned samples under given weights, with autograd; see `diffusion_rl.rollout.replay`.
-        `lora_name` is the adapter that the pipeline's own transformer computes with."""
+        `lora_name` is the adapter that the pipeline's own transformer computes with.
+
+        Raises:
+            InvalidRequestError: ranks share the weights: each rank of a trainer has to make its part of the forward.
+        """
+        refuse_shared_weights(self._engine.ranks.arrangement.tensor, transformer)
         with self._engine.weights.adapters.active(lora_name):
             return replay(self._engine.family, samples, transformer=transformer, steps=steps)
 

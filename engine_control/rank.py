@@ -31,7 +31,7 @@ from engine_control.refit.backends.base import TransportContext, WeightItem, Wei
 from engine_control.refit.lora import LoraMerges, read_mode
 from engine_control.refit.manifest import check_against, read_manifest
 from engine_control.refit.session import RefitSession
-from engine_control.refit.target import RefitTarget
+from engine_control.refit.target import RefitTarget, ShardedTarget
 
 logger = logging.getLogger(__name__)
 
@@ -194,10 +194,14 @@ class RankControl:
         session, wanted = self._open(), read_manifest(manifest)
         session.partial |= self._merges.alone
         digests = session.verify()
-        if wanted is not None:
-            keys = {(m, name): digests[f"{m}.{name}"] for m, name in session.sent}
-            check_against(wanted, session.modules, self._merges.came(keys))
-        return {"digest": combined_digest(digests), "touched": session.touched, "tensors": len(digests)}
+        sharded = isinstance(self._engine.target, ShardedTarget)
+        if wanted is not None or sharded:
+            came = self._merges.came({(m, name): digests[f"{m}.{name}"] for m, name in session.sent})
+            if wanted is not None:
+                check_against(wanted, session.modules, came)
+            if sharded:  # what was merged is made on each rank, of its own part
+                digests = {f"{m}.{name}": digest for (m, name), digest in came.items()}
+        return {"digest": combined_digest(digests), "touched": session.touched, "tensors": len(session.sent)}
 
     def _commit(self, flush: bool) -> None:
         session, touched = self._open(), self._open().touched
@@ -303,10 +307,15 @@ class RankControl:
 
     @torch.no_grad()
     def _reset_tensors(self, modules: list[str]) -> None:
+        target = self._engine.target
+        target.begin(modules)
         for module in modules:
-            for tensor in self._known(module).values():
-                if tensor.is_floating_point():
-                    tensor.zero_()
+            for name, info in target.modules()[module].items():
+                nothing = torch.empty(info.shape, dtype=info.dtype, device="meta")
+                for live, _ in target.destinations(module, name, nothing):
+                    if live.is_floating_point():
+                        live.zero_()
+        target.finish(modules)
         self._engine.flush_caches(None)
 
     def _known(self, module: str) -> Mapping[str, torch.Tensor]:

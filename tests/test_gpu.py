@@ -200,6 +200,40 @@ def test_ranks_on_gpus_of_their_own_have_the_bits_of_one_device(parallel: Any, t
                 assert_same_bits(one, other)
 
 
+SHARED_WEIGHTS = [
+    ParallelConfig(tp_size=2, share_device=True),
+    pytest.param(
+        ParallelConfig(tp_size=2), marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    ),
+    pytest.param(
+        ParallelConfig(tp_size=2, sp_degree=2),
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+    ),
+]
+
+
+@pytest.mark.parametrize("parallel", SHARED_WEIGHTS, ids=str)
+def test_ranks_that_share_weights_have_one_set_of_bits_and_are_refitted(parallel: Any, tmp_path: Path) -> None:
+    folder = str(save(copy.deepcopy(sd3_pipeline(torch.bfloat16, dual_attention=True)), tmp_path / "model"))
+    alone = RolloutPipeline.from_config(EngineConfig(folder, dtype="bfloat16", device="cuda"))
+    config = EngineConfig(folder, dtype="bfloat16", device="cuda", parallel=parallel, deterministic="on")
+    new = {name: tensor * 1.02 for name, tensor in alone.transformer.state_dict().items()}
+    with RolloutPipeline.from_config(config) as ranks:
+        before = alone("cat", seed=4, **FULL)[0], ranks("cat", seed=4, **FULL)[0]
+        pictures = [sample.generated_output.float() for sample in before if sample.generated_output is not None]
+        assert torch.allclose(*pictures, atol=0.05)
+        assert_same_bits(ranks(["dog", "cat"], seed=2, num_outputs_per_prompt=2, **FULL)[2], before[1])
+        assert ranks.get_weights_checksum() == alone.get_weights_checksum()
+        for pipeline in (alone, ranks):
+            pipeline.refit(new)
+        assert ranks.get_weights_checksum() == alone.get_weights_checksum()
+        refitted = ranks("cat", seed=4, **FULL)[0]
+    alone.engine.family.pipeline.save_pretrained(tmp_path / "new")
+    config = EngineConfig(str(tmp_path / "new"), "bfloat16", "cuda", parallel=parallel)
+    with RolloutPipeline.from_config(config) as fresh:
+        assert_same_bits(fresh("cat", seed=4, **FULL)[0], refitted)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_process_whose_ranks_had_gpus_of_their_own_ends_by_itself(tmp_path: Path) -> None:
     folder = str(save(copy.deepcopy(sd3_pipeline(torch.bfloat16)), tmp_path))

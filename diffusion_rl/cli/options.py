@@ -112,6 +112,10 @@ def _rank(*names: str, text: str, least: int | None = None) -> typer.models.Opti
     return typer.Option(*names, help=text, min=least, rich_help_panel=RANKS)  # type: ignore[no-any-return]
 
 
+TpSize = Annotated[
+    int,
+    _rank(text="Ranks that share the transformer's weights. A sample has one set of bits at each number.", least=1),
+]
 SpDegree = Annotated[int, _rank(text="Ranks that share a forward's tokens, and inside attention its heads.", least=1)]
 UlyssesDegree = Annotated[int | None, _rank(text="Another name for --sp-degree.", least=1)]
 RingDegree = Annotated[int, _rank(text="Accepted if it is 1: ring attention can't keep the bits.")]
@@ -369,8 +373,11 @@ def chosen_layout(
     enable_cfg_parallel: bool,
     guidance: Literal["batched", "split"] = "batched",
     share_device: bool,
+    tp_size: int = 1,
 ) -> ParallelConfig:
     """The ranks that the options ask for; raises where they contradict each other."""
-    config = ParallelConfig(sp_degree, ulysses_degree, ring_degree, enable_cfg_parallel, guidance, share_device)
+    config = ParallelConfig(
+        sp_degree, ulysses_degree, ring_degree, enable_cfg_parallel, guidance, share_device, tp_size=tp_size
+    )
     layout_of(config)
     return config

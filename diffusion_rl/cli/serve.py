@@ -30,6 +30,7 @@ def serve(
     dit_layerwise_offload: options.DitLayerwiseOffload = False,
     dit_offload_group_size: options.DitOffloadGroupSize = ENGINE.dit_offload_group_size,
     max_batch_size: options.MaxBatchSize = ENGINE.max_batch_size,
+    tp_size: options.TpSize = RANKS.tp_size,
     sp_degree: options.SpDegree = RANKS.sp_degree,
     ulysses_degree: options.UlyssesDegree = RANKS.ulysses_degree,
     ring_degree: options.RingDegree = RANKS.ring_degree,
@@ -80,6 +81,7 @@ def serve(
         enable_cfg_parallel=enable_cfg_parallel,
         guidance=guidance,
         share_device=share_device,
+        tp_size=tp_size,
     )
     engine_config = EngineConfig(
         chosen,

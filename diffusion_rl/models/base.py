@@ -25,6 +25,7 @@ from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.cfg import combine_guidance
 from diffusion_rl.parallel.sequence import SequenceSpec
+from diffusion_rl.parallel.tensor import TensorParallel, TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
@@ -61,6 +62,7 @@ class ModelFamily(ABC):
     pipeline_class_name: ClassVar[str]
     text_first: ClassVar[bool]  # the order of a joint attention sequence
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
+    tensor_plan: ClassVar[TensorPlan]  # how its weights are
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
 
     def __init__(self, pipeline: Any, defaults_folder: Path | None = None) -> None:
@@ -71,6 +73,7 @@ class ModelFamily(ABC):
         self.choices: Choices = EXACT
         self.certificate: Certificate | None = None
         self.runner: Runner = eager
+        self.tensor: TensorParallel | None = None
         # Asking the module walks all its parameters, which is too slow for every step.
         self.decodes_together: tuple[int, int] | None = None
         self.dtype: torch.dtype = pipeline.transformer.dtype
@@ -83,8 +86,23 @@ class ModelFamily(ABC):
 
     @property
     def attention_heads(self) -> int:
-        """Of each of the transformer's blocks: what sequence parallelism deals out."""
+        """Of each of the transformer's blocks: what ranks deal out."""
         return int(self.pipeline.transformer.config.num_attention_heads)
+
+    def split_weights(self, ranks: TensorParallel, device: str) -> None:
+        """Leaves this rank's part of the transformer's weights, and puts the whole pipeline on `device`. A family that
+        is to be split is loaded on the CPU: the device then never holds what isn't its own.
+
+        Raises:
+            InvalidRequestError: a width can't be dealt out evenly; nothing has changed.
+        """
+        from diffusion_rl.parallel.tensor_styles import split_weights  # DTensor takes a second to import
+
+        split_weights(self.transformer, self.tensor_plan, ranks, torch.device(device))
+        for module in self.pipeline.components.values():
+            if isinstance(module, torch.nn.Module) and module is not self.transformer:
+                module.to(device)
+        self.tensor, self.device = ranks, self.pipeline.transformer.device
 
     @property
     @abstractmethod
@@ -136,7 +154,7 @@ class ModelFamily(ABC):
         arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
         """
         model, arrangement = transformer or self.transformer, arrangement or Arrangement()
-        alone = transformer is None and arrangement.sequence is None and not torch.is_grad_enabled()
+        alone = transformer is None and not arrangement.splits_forward and not torch.is_grad_enabled()
         runner = self.runner if alone else eager
 
         def forward(rows: Rows) -> torch.Tensor:

@@ -11,6 +11,7 @@ from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.parallel.sequence import SequenceSpec
+from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from rl_kernels import AttentionPlan
@@ -22,6 +23,21 @@ class QwenImageFamily(ModelFamily):
     pipeline_class_name = "QwenImagePipeline"
     text_first = True
     sequence_spec = SequenceSpec(tables={"image_rotary_emb": ("image", "text")})
+    tensor_plan = TensorPlan(
+        columns=(
+            "transformer_blocks.*.attn.to_[qkv]",
+            "transformer_blocks.*.attn.add_[qkv]_proj",
+            "transformer_blocks.*.img_mlp.net.0.proj",
+            "transformer_blocks.*.txt_mlp.net.0.proj",
+        ),
+        rows=(
+            "transformer_blocks.*.attn.to_out.0",
+            "transformer_blocks.*.attn.to_add_out",
+            "transformer_blocks.*.img_mlp.net.2",
+            "transformer_blocks.*.txt_mlp.net.2",
+        ),
+        attentions=("transformer_blocks.*.attn",),
+    )
     block_forwards = QWEN_IMAGE_BLOCKS
 
     @property

@@ -10,6 +10,7 @@ from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
 from diffusion_rl.models.fused_blocks import JOINT_TRANSFORMER_BLOCKS
 from diffusion_rl.parallel.sequence import SequenceSpec
+from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from engine_control.errors import InvalidRequestError
@@ -22,6 +23,23 @@ class StableDiffusion3Family(ModelFamily):
     pipeline_class_name = "StableDiffusion3Pipeline"
     text_first = False
     sequence_spec = SequenceSpec()
+    tensor_plan = TensorPlan(
+        columns=(
+            "transformer_blocks.*.attn.to_[qkv]",
+            "transformer_blocks.*.attn.add_[qkv]_proj",
+            "transformer_blocks.*.attn2.to_[qkv]",
+            "transformer_blocks.*.ff.net.0.proj",
+            "transformer_blocks.*.ff_context.net.0.proj",
+        ),
+        rows=(
+            "transformer_blocks.*.attn.to_out.0",
+            "transformer_blocks.*.attn.to_add_out",
+            "transformer_blocks.*.attn2.to_out.0",
+            "transformer_blocks.*.ff.net.2",
+            "transformer_blocks.*.ff_context.net.2",
+        ),
+        attentions=("transformer_blocks.*.attn", "transformer_blocks.*.attn2"),
+    )
     block_forwards = JOINT_TRANSFORMER_BLOCKS
 
     @property

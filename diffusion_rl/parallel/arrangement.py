@@ -1,4 +1,5 @@
-"""How the forwards behind one prediction are laid out over time and ranks. No bit of it depends on the arrangement."""
+"""How the forwards behind one prediction are laid out over time and ranks. No bit of it depends on the arrangement, but
+for the number of ranks that share the weights."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from diffusion_rl.parallel.cfg import PASSES, CfgParallel, GuidancePass, batched
-from diffusion_rl.parallel.groups import RankGroup
 from diffusion_rl.parallel.layout import Layout
 from diffusion_rl.parallel.sequence import SequenceParallel, SequenceSpec, shards_of
+from diffusion_rl.parallel.tensor import TensorParallel
+from engine_control.groups import RankGroup
 from rl_kernels import AttentionPlan
 
 Join = Callable[[str, int, int], RankGroup]
@@ -26,10 +28,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """guidance: which forwards compute the negative and the positive rows; sequence: who shares a forward's tokens."""
+    """guidance: which forwards compute the negative and the positive rows; sequence: who shares a forward's tokens;
+    tensor: who shares the transformer's weights, which the transformer knows by itself."""
 
     guidance: GuidancePass = batched
     sequence: SequenceParallel | None = None
+    tensor: TensorParallel | None = None
     work: Work = field(default_factory=Work)
 
     def sharding(self, plan: AttentionPlan) -> AbstractContextManager[None]:
@@ -39,10 +43,17 @@ class Arrangement:
         return nullcontext() if self.sequence is None else self.sequence.sharding(shards)
 
     @property
+    def splits_forward(self) -> bool:
+        """Whether a forward is one of several ranks."""
+        return self.sequence is not None or self.tensor is not None
+
+    @property
     def groups(self) -> list[RankGroup]:
         """The groups that this rank exchanges with."""
-        sequence = [] if self.sequence is None else [self.sequence.group]
-        return sequence + ([self.guidance.group] if isinstance(self.guidance, CfgParallel) else [])
+        found = [] if self.sequence is None else [self.sequence.group]
+        if self.tensor is not None and self.tensor.group is not None:
+            found.append(self.tensor.group)
+        return found + ([self.guidance.group] if isinstance(self.guidance, CfgParallel) else [])
 
     @property
     def bytes_sent(self) -> int:
@@ -55,16 +66,27 @@ class Arrangement:
 
 
 def arrange(
-    rank: int, layout: Layout, transformer: torch.nn.Module, spec: SequenceSpec, *, guidance: str, join: Join
+    rank: int,
+    layout: Layout,
+    transformer: torch.nn.Module,
+    spec: SequenceSpec,
+    *,
+    guidance: str,
+    join: Join,
+    tensor: TensorParallel | None = None,
 ) -> Arrangement:
-    """The part of that rank. `join(name, place, size)` makes a group, when all its members have come to it.
+    """The part of that rank. `join(name, place, size)` makes a group, when all its members have come to it. `tensor` is
+    what the transformer's weights were split by, if they were.
 
     With one rank nobody is waited for, and `guidance` names the pass.
     """
-    half, place = divmod(rank, layout.sp_degree)
-    sequence = None
+    place, sequence = layout.place(rank), None
+    if tensor is not None:
+        tensor.group = join(f"tensor-{place.half}-{place.share}", place.part, layout.tp_size)
     if layout.sp_degree > 1:
-        sequence = SequenceParallel(transformer, spec, join(f"sequence-{half}", place, layout.sp_degree))
+        group = join(f"sequence-{place.half}-{place.part}", place.share, layout.sp_degree)
+        sequence = SequenceParallel(transformer, spec, group)
     if layout.cfg_degree > 1:
-        return Arrangement(CfgParallel(join(f"guidance-{place}", half, layout.cfg_degree)), sequence)
-    return Arrangement(PASSES[guidance], sequence)
+        group = join(f"guidance-{place.share}-{place.part}", place.half, layout.cfg_degree)
+        return Arrangement(CfgParallel(group), sequence, tensor)
+    return Arrangement(PASSES[guidance], sequence, tensor)

@@ -17,10 +17,10 @@ import msgspec
 
 from diffusion_rl.config import EngineConfig, engine_environment
 from diffusion_rl.parallel.arrangement import Arrangement
-from diffusion_rl.parallel.groups import Rendezvous
 from diffusion_rl.parallel.layout import Layout, device_of
 from engine_control.errors import EngineDiedError, EngineError
 from engine_control.followers import Followers
+from engine_control.groups import Rendezvous
 from engine_control.rank import Outcome
 
 FOLLOWER = "diffusion_rl.rollout.follower"

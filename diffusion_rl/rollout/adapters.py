@@ -114,6 +114,14 @@ class Adapters:
                 value=name,
                 hint="Start without torch_compile, or merge the adapter (weight_update_mode lora_merge).",
             )
+        if self._family.tensor is not None:
+            raise RefitRefusedError(
+                "a transformer whose weights are shared by ranks takes no adapters",
+                code="sharded",
+                field="lora_name",
+                value=name,
+                hint="Start without --tp-size, or merge the adapter (weight_update_mode lora_merge).",
+            )
         layers = self._layers(config, tensors)
         adapter = Adapter(name, layers, {})
         adapter.choices = self._certified(adapter)

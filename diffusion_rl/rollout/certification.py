@@ -124,8 +124,12 @@ def certify_ranks(
     if not exactness.enabled or exactness.certificate is None or layout.ranks == 1:
         return exactness
     family.choices = for_shards(family.choices, layout.sp_degree)
-    certificate = exactness.certificate
-    verdicts = (*certificate.verdicts, _shared_prediction(family, arrangement, layout))
+    certificate, found = exactness.certificate, []
+    if layout.tp_size > 1:
+        found.append(_shared_weights(family, layout))
+    if layout.ranks > layout.tp_size:
+        found.append(_shared_prediction(family, arrangement, layout))
+    verdicts = (*certificate.verdicts, *found)
     return _decide(family, Certificate(certificate.device, verdicts, family.choices), wanted)
 
 
@@ -133,6 +137,13 @@ def for_shards(choices: Choices, degree: int) -> Choices:
     """What was chosen for attention over all heads goes for each rank's share of them as well."""
     shares = {(heads // degree, width, dtype) for heads, width, dtype in choices.attention_per_sample}
     return replace(choices, attention_per_sample=choices.attention_per_sample | shares)
+
+
+def _shared_weights(family: ModelFamily, layout: Layout) -> Verdict:
+    """Ranks that share weights predict several samples together, and some of them. Probed at every start, too."""
+    name = f"transformer {type(family.transformer).__name__}, weights over {layout.tp_size} ranks"
+    failed_at = _differing_part(family, probe_batch(family))
+    return Verdict(name, None if failed_at else CHOSEN[0], CHOSEN, failed_at)
 
 
 @torch.no_grad()
@@ -180,7 +191,8 @@ def _details(family: ModelFamily, batch: DenoiseBatch, *, finite: bool) -> str:
         for c in batch.conditioning
     ]
     structure, ours = structure_digest(family.transformer), sources_digest(PACKAGE)
-    return digest([structure, ours, list(batch.latents.shape), texts, _listed(family.choices), finite])
+    size = 1 if family.tensor is None else family.tensor.size
+    return digest([structure, size, ours, list(batch.latents.shape), texts, _listed(family.choices), finite])
 
 
 def _listed(choices: Choices) -> list[object]:

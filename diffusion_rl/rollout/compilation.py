@@ -41,12 +41,12 @@ def compiled_rows(rows: int | None, max_batch_size: int) -> int:
 def refuse_compiled_ranks(layout: Layout) -> None:
     """Refuses compilation on several ranks, whose exchanges are no part of a graph."""
     if layout.ranks > 1:
-        name, value = ("sp_degree", layout.sp_degree) if layout.sp_degree > 1 else ("enable_cfg_parallel", True)
+        name, value = layout.field
         raise InvalidRequestError(
             f"a compiled transformer can't be shared by {layout.ranks} ranks",
             field=name,
             value=value,
-            hint="Leave out --enable-torch-compile, or --sp-degree and --enable-cfg-parallel.",
+            hint="Leave out --enable-torch-compile, or --tp-size, --sp-degree and --enable-cfg-parallel.",
         )
 
 

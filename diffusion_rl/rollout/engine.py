@@ -97,7 +97,7 @@ class RolloutEngine:
         offload_as_configured(family, self.config)
         self.exactness = exactness or make_exact(family, self.config.deterministic, cache=cache_of(self.config))
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
-        if self.ranks.arrangement.sequence is None:
+        if not self.ranks.arrangement.splits_forward:
             self.exactness = self._choose_runner(self.exactness)
         self.weight_version = self.config.weight_version
         self._queue = RequestQueue(self.config.limits)
@@ -259,7 +259,7 @@ class RolloutEngine:
     def _describe_parallel(self) -> dict[str, object]:
         layout = layout_of(self.config.parallel)
         return {
-            "tp_size": 1,
+            "tp_size": layout.tp_size,
             "sp_degree": layout.sp_degree,
             "ulysses_degree": layout.sp_degree,
             "ring_degree": 1,

@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
-from diffusion_rl.parallel.groups import Rendezvous
 from diffusion_rl.parallel.ranks import Load, Meet, Report, own_report
 from diffusion_rl.params import params_from_mapping
 from diffusion_rl.rollout.decisions import (
@@ -39,9 +38,10 @@ from diffusion_rl.rollout.queue import RequestState, SampleState
 from diffusion_rl.rollout.rank_weights import RankWeights, rank_settings
 from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import advance_batch, condition, parts_here, plan_request, split, start_samples
-from diffusion_rl.rollout.startup import Loader, join_ranks, load_rank, loaded, take_over
+from diffusion_rl.rollout.startup import Loader, join_ranks, load_rank, loaded, take_over, take_part
 from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
+from engine_control.groups import Rendezvous
 from engine_control.rank import Outcome, RankCommand, RankControl
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,7 @@ class _Life:
         if torch.device(load.device).index is not None:
             torch.cuda.set_device(load.device)  # what names no device means this one
         self._family = self._loader(self._config, load.device)
+        take_part(self._family, self._config, rank=load.rank, device=load.device)
         return loaded(self._family)
 
     def _meets(self, meet: Meet) -> bool:
@@ -142,7 +143,7 @@ class _Life:
         arrangement, exactness = join_ranks(
             self._family, exactness, self._config, rank=self._load.rank, meeting=meeting
         )
-        if arrangement.sequence is None:
+        if not arrangement.splits_forward:
             choose_runner(self._family, exactness, cuda_graphs=self._config.cuda_graphs)
         self._follower = Follower(self._family, self._config, arrangement, self._load.rank)
         return exactness.enabled

@@ -42,6 +42,10 @@ class RankWeights:
         self.target: ModuleTarget = ModuleTarget(self._modules, main=trained)
         if self._offloads:
             self.target = OffloadedTarget(self._modules, self._offloads, main=trained)
+        if family.tensor is not None:
+            from diffusion_rl.parallel.sharded_target import DTensorTarget  # DTensor takes a second to import
+
+            self.target = DTensorTarget(self._modules, family.tensor, main=trained)
         mechanism = _mechanism(config, family.device)
         self.memory = MemorySaver(mechanism, pinned=family.device.type == "cuda")
         if config.control.enable_memory_saver:
@@ -67,7 +71,7 @@ class RankWeights:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All on the device. Offloaded weights stay where they are: there is nothing of them to give back."""
         found = {
-            f"{owner}.{name}": tensor
+            f"{owner}.{name}": self._memory_of(tensor)
             for owner, module in self._modules.items()
             for named in (module.named_parameters(), module.named_buffers())
             for name, tensor in named
@@ -78,6 +82,13 @@ class RankWeights:
     def _parameters(self, owner: str) -> list[str]:
         """All that a release without backup may lose of a module: not its buffers, which nobody sends."""
         return [f"{owner}.{name}" for name, _ in self._modules[owner].named_parameters()]
+
+    def _memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._family.tensor is None:
+            return tensor
+        from diffusion_rl.parallel.sharded_target import local_tensor  # DTensor takes a second to import
+
+        return local_tensor(tensor)
 
     def _drop_graphs(self) -> None:
         if isinstance(self._family.runner, CudaGraphs):

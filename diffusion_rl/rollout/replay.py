@@ -15,6 +15,7 @@ from diffusion_rl.batch import DenoiseBatch
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import refuse_inexact_replay
 from diffusion_rl.models.offload import refuse_offloaded_gradients
+from diffusion_rl.parallel.tensor import refuse_other_degree
 from diffusion_rl.rollout.schedule import ODE, replayed_schedule
 from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from diffusion_rl.schedulers import step_kinds
@@ -53,9 +54,10 @@ def replay_step(
     Raises:
         InvalidRequestError: something that is needed was not returned, the step has no variance, the rollout was
             compiled and this forward would have other bits, or the transformer's blocks are offloaded and gradients are
-            recorded.
+            recorded, or its weights are split over another number of ranks than the family's.
     """
     refuse_inexact_replay(family.runner, transformer)
+    refuse_other_degree(family.tensor, transformer)
     refuse_offloaded_gradients(transformer or family.transformer)
     states = [_states(s, step) for s in samples]
     kinds = {s.rollout_step_kinds[step] for s in samples}

@@ -1,7 +1,7 @@
 """From a configuration to an engine: alone, or as rank 0 of several. Every rank takes the same two steps.
 
-First each loads the model, and rank 0 certifies it. Then they meet: the others take over what rank 0 chose, and all
-certify together that sharing the work changes no bit.
+First each loads the model, or its part of the weights, and rank 0 certifies it. Then they meet: the others take over
+what rank 0 chose, and all certify together that sharing the work keeps what was promised.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.models.offload import check_group_size, offload_pipeline, refuse_combinations, refuse_offloaded
 from diffusion_rl.parallel.arrangement import Arrangement, arrange
-from diffusion_rl.parallel.groups import RankGroup, Rendezvous
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
 from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
+from diffusion_rl.parallel.tensor import TensorParallel
 from diffusion_rl.rollout.certification import Exactness, cache_of, certify_ranks, make_exact
 from diffusion_rl.rollout.compilation import refuse_compiled_ranks
 from engine_control.errors import InvalidRequestError
+from engine_control.groups import RankGroup, Rendezvous
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import Choices
 
@@ -30,16 +31,28 @@ Loader = Callable[[EngineConfig, str], ModelFamily]
 
 
 def load_rank(config: EngineConfig, device: str) -> ModelFamily:
-    """The model on that device.
+    """The model on that device; on the CPU if its weights are to be split.
 
     Raises:
         InvalidRequestError: it can't be loaded, no family serves it, or its heads don't fit the layout.
     """
-    dtype = None if config.dtype == "auto" else _dtype(config.dtype)
+    dtype, layout = None if config.dtype == "auto" else _dtype(config.dtype), layout_of(config.parallel)
+    device = "cpu" if layout.tp_size > 1 else device
     offload = config.dit_offload_group_size if config.dit_layerwise_offload else None
     family = load_family(config.model_path, dtype=dtype, device=device, offload=offload)
-    check_heads(family.attention_heads, layout_of(config.parallel))
+    check_heads(family.attention_heads, layout)
     return family
+
+
+def take_part(family: ModelFamily, config: EngineConfig, *, rank: int, device: str) -> None:
+    """Afterwards the family holds this rank's part of the weights, if ranks share them.
+
+    Raises:
+        InvalidRequestError: a width can't be dealt out evenly.
+    """
+    layout = layout_of(config.parallel)
+    if layout.tp_size > 1:
+        family.split_weights(TensorParallel(layout.place(rank).part, layout.tp_size), device)
 
 
 def join_ranks(
@@ -51,9 +64,8 @@ def join_ranks(
         return meeting.join(name, place, size, family.device, shared_device=config.parallel.share_device)
 
     layout = layout_of(config.parallel)
-    arrangement = arrange(
-        rank, layout, family.transformer, family.sequence_spec, guidance=config.parallel.guidance, join=join
-    )
+    spec, guidance = family.sequence_spec, config.parallel.guidance
+    arrangement = arrange(rank, layout, family.transformer, spec, guidance=guidance, join=join, tensor=family.tensor)
     return arrangement, certify_ranks(family, exactness, arrangement, layout, config.deterministic)
 
 
@@ -88,6 +100,7 @@ def start_ranks(
     others = OtherRanks(config, layout, device, on_death=on_death, follower=follower)
     try:
         family = load(config, own)
+        take_part(family, config, rank=0, device=own)
         exactness = make_exact(family, config.deterministic, cache=cache_of(config))
         meeting = others.meeting(loaded(family), exact=exactness.enabled, choices=plain(family.choices))
         others.arrangement, exactness = join_ranks(family, exactness, config, rank=0, meeting=meeting)
@@ -129,8 +142,8 @@ def one_rank(family: ModelFamily, config: EngineConfig) -> Arrangement:
     if layout.ranks > 1:
         raise InvalidRequestError(
             "a pipeline that is loaded already can't be shared with other ranks",
-            field="sp_degree",
-            value=layout.sp_degree,
+            field=layout.field[0],
+            value=layout.field[1],
             hint="Save it, and use RolloutPipeline.from_config with its folder.",
         )
 

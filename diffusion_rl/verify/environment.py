@@ -94,7 +94,8 @@ def _of_pipeline(pipeline: RolloutPipeline) -> Environment:
     engine = pipeline.engine
     described = {**engine.describe(), "version": __version__}
     cpu = _cpu() if engine.family.device.type == "cpu" else None
-    return _environment(described, load_dtype=engine.config.dtype, cpu=cpu, weights=weights_digests(pipeline))
+    weights = None if engine.family.tensor is not None else weights_digests(pipeline)  # rank 0 has a part of them
+    return _environment(described, load_dtype=engine.config.dtype, cpu=cpu, weights=weights)
 
 
 def _environment(

@@ -19,7 +19,7 @@ import torch
 from engine_control.checksum import device_digests
 from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
-from engine_control.refit.target import RefitTarget
+from engine_control.refit.target import RefitTarget, ShardedTarget
 
 Key = tuple[str, str]
 """A module's name and a tensor's."""
@@ -248,8 +248,10 @@ class LoraMerges:
         self._can_undo_call = False
 
     def came(self, digests: Mapping[Key, str]) -> dict[Key, str]:
-        """The digest of each tensor as it was sent: halves instead of the weights that were made of them."""
-        made = {key for call in self._calls for key, kind in call.weights.items() if kind == "merged"}
+        """The digest of each tensor as it was sent: halves instead of the weights that were made of them. Where weights
+        are sharded, what was made here (a base that was put back, too) is a rank's own, and is left out."""
+        ours = ("merged", "restored") if isinstance(self._target, ShardedTarget) else ("merged",)
+        made = {key for call in self._calls for key, kind in call.weights.items() if kind in ours}
         sent = {key: value for key, value in digests.items() if (key[0], self._target.tied(*key)) not in made}
         halves = {key: tensor for call in self._calls for key, tensor in call.halves.items()}
         found = device_digests((f"{module}\0{name}", tensor) for (module, name), tensor in halves.items())
@@ -271,7 +273,7 @@ class LoraMerges:
 
     def _merged(self, module: str, pair: LoraPair, how: LoraMerge, call: _Call) -> torch.Tensor:
         name = f"{pair.layer}.weight"
-        live = self._target.checkpoint_tensors(module)[name]
+        live = self._live(module, name)
         if how.rank is not None and pair.rank != how.rank:
             raise _refused(
                 f"{pair.name!r} is of rank {pair.rank}, and lora_rank says {how.rank}",
@@ -287,6 +289,12 @@ class LoraMerges:
             base = live.detach().to("cpu", copy=True)
         call.changes[key], call.weights[key] = base, "merged"
         return merged(base.to(self._device or live.device), pair, how.scale(pair.rank))
+
+    def _live(self, module: str, name: str) -> torch.Tensor:
+        """The weight as it is now. Where weights are sharded only this rank's part of it: no more will be written."""
+        if isinstance(self._target, ShardedTarget):
+            return self._target.own_part(module, name)
+        return self._target.checkpoint_tensors(module)[name]
 
 
 def check_fit(pair: LoraPair, weight: torch.Tensor) -> None:

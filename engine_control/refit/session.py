@@ -3,6 +3,9 @@
 In place, the old bytes of each tensor are kept (on the device while it has room, else in host memory) until the commit,
 and the new ones written at once. Staged, the new bytes wait in a shadow and are written at the commit. Without an undo
 (the old bytes were released) there is nothing to go back to, and only a complete update may be committed.
+
+Where this rank holds only a part of a weight, digests are of the whole tensor as it came, and what is read back is the
+part: a session never waits for another rank, which may refuse what this one takes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import torch
 from engine_control.checksum import device_digests
 from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
-from engine_control.refit.target import RefitTarget
+from engine_control.refit.readback import ReadBack
+from engine_control.refit.target import RefitTarget, ShardedTarget
 from engine_control.refit.undo import Key, UndoLog, copy_all
 
 Applied = tuple[Key, torch.Tensor]
@@ -69,6 +73,7 @@ class RefitSession:
         self._sent: dict[Key, None] = {}
         self._tied: dict[Key, Key] = {}
         self._last_call: list[Key] = []
+        self._readback = ReadBack(target) if isinstance(target, ShardedTarget) and not staged else None
         target.begin(self.modules)
 
     @property
@@ -131,6 +136,8 @@ class RefitSession:
             if self._undo is not None:
                 self._undo.restore(key)
             self._shadow.pop(key, None)
+            if self._readback is not None:
+                self._readback.drop(key)
             if self._tied.get(self._representative(key)) == key:
                 del self._tied[self._representative(key)]
             del self._sent[key]
@@ -142,10 +149,13 @@ class RefitSession:
 
         Raises:
             RefitRefusedError: a tensor of a touched module is missing.
+            EngineFaultError: another tensor lies there than the one that came.
         """
         self._last_call = []
         if not self.partial:
             self._refuse_incomplete()
+        if self._readback is not None:
+            return {f"{module}.{name}": digest for (module, name), digest in self._readback.verified().items()}
         lying = [(key, self._lying(key)) for key in self._sent]
         return device_digests((f"{module}.{name}", tensor) for (module, name), tensor in lying)
 
@@ -173,6 +183,8 @@ class RefitSession:
     def _forget(self) -> None:
         self._undo, self._last_call = None, []
         self._shadow.clear()
+        if self._readback is not None:
+            self._readback.clear()
         self._sent.clear()
         self._tied.clear()
 
@@ -180,11 +192,16 @@ class RefitSession:
         """Writes the tensors, or puts them into the shadow; what tells whether they are finite."""
         if self.staged:
             for key, tensor in batch:
-                live = self._target.checkpoint_tensors(key[0])[key[1]]
-                self._shadow[key] = torch.empty_like(tensor, device=live.device).copy_(tensor)
+                self._shadow[key] = torch.empty_like(tensor, device=self._device(key, tensor)).copy_(tensor)
         else:
             self._write(batch)
+            if self._readback is not None:
+                self._readback.note(batch)
         return _largest(batch)
+
+    def _device(self, key: Key, tensor: torch.Tensor) -> torch.device:
+        """Where the weight lies; without a piece of it on this rank, where the tensor is."""
+        return next((live.device for live, _ in self._target.destinations(*key, tensor)), tensor.device)
 
     def _write(self, batch: Sequence[Applied]) -> None:
         pieces = [(key, *pair) for key, tensor in batch for pair in self._target.destinations(*key, tensor)]
@@ -224,7 +241,12 @@ class RefitSession:
 
     def _refuse_untied(self, first: Key, key: Key, tensor: torch.Tensor) -> None:
         """Tied weights may come under any of their names, and under several only with the same bytes."""
-        if not torch.equal(self._lying(first).cpu(), tensor.cpu()):
+        if self.staged:
+            same = torch.equal(self._shadow[first].cpu(), tensor.cpu())
+        else:
+            pairs = self._target.destinations(*first, tensor)
+            same = all(torch.equal(live.cpu(), new.cpu()) for live, new in pairs)
+        if not same:
             raise _refused(
                 f"it is tied to {first[1]!r}, which came with other numbers",
                 *key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -53,6 +53,17 @@ class RefitTarget(Protocol):
         """Makes the kernels' layout once, after a commit or an undo."""
 
 
+@runtime_checkable
+class ShardedTarget(RefitTarget, Protocol):
+    """Weights of which this rank holds a part. `checkpoint_tensors` gathers a tensor from all ranks when it is read, so
+    every rank reads the same ones in the same order; nothing that may fail on one rank alone may come between. A refit,
+    in which a rank may refuse what another one takes, therefore never reads them: it looks at this rank's part."""
+
+    def own_part(self, module: str, name: str) -> torch.Tensor:
+        """The weight as a new tensor of the checkpoint's shape, where it lies: this rank's part of it as it is now, and
+        zeros elsewhere."""
+
+
 class ModuleTarget:
     """The weights of plain torch modules, which lie in memory as they do in the checkpoint."""
 
@@ -89,20 +100,24 @@ class ModuleTarget:
         return self._weights(module).live
 
     def begin(self, modules: Sequence[str]) -> None:
-        self._found = {name: _Weights(self._modules[name]) for name in modules}
+        self._found = {name: _Weights(self._lying(name)) for name in modules}
 
     def finish(self, modules: Sequence[str]) -> None:
         self._found = {}
 
     def _weights(self, module: str) -> _Weights:
-        return self._found.get(module) or _Weights(self._modules[module])
+        return self._found.get(module) or _Weights(self._lying(module))
+
+    def _lying(self, module: str) -> dict[str, torch.Tensor]:
+        """The memory of each weight of a module."""
+        return dict(self._modules[module].state_dict())
 
 
 class _Weights:
     """A module's tensors by their names, and for each name the first that names the same memory."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.live: dict[str, torch.Tensor] = dict(module.state_dict())
+    def __init__(self, live: dict[str, torch.Tensor]) -> None:
+        self.live = live
         first: dict[object, str] = {}
         self.representative = {name: first.setdefault(_place(t), name) for name, t in self.live.items()}
 

@@ -1,0 +1,95 @@
+"""What a refit writes to where ranks share a transformer's weights: names and shapes are the checkpoint's, and each
+rank takes its part of what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from diffusion_rl.parallel.tensor import TensorParallel
+from engine_control.refit.target import ModuleTarget
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which part of a weight a rank holds: `length` places from `start` on, along `dim`."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.narrow(self.dim, self.start, self.length)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a weight: always the same tensor object, so that its memory can be moved."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class DTensorTarget(ModuleTarget):
+    """An `engine_control.refit.target.ShardedTarget` of modules whose split weights are DTensors.
+
+    A weight is gathered through the engine's own group, not by `DTensor.full_tensor`, which would need torch's default
+    process group.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, torch.nn.Module], ranks: TensorParallel, *, main: Iterable[str] | None = None
+    ) -> None:
+        super().__init__(modules, main=main)
+        self._ranks = ranks
+        self._parts = {name: _parts_of(module, ranks.rank) for name, module in self._modules.items()}
+
+    def destinations(self, module: str, name: str, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        part = self._parts[module].get(name)
+        return [(self._weights(module).live[name], tensor if part is None else part.of(tensor))]
+
+    def checkpoint_tensors(self, module: str) -> Mapping[str, torch.Tensor]:
+        return _Gathered(self._weights(module).live, self._parts[module], self._ranks)
+
+    def own_part(self, module: str, name: str) -> torch.Tensor:
+        live = self._weights(module).live[name]
+        whole = torch.zeros(self._infos[module][name].shape, dtype=live.dtype, device=live.device)
+        for mine, new in self.destinations(module, name, whole):
+            new.copy_(mine)
+        return whole
+
+    def _lying(self, module: str) -> dict[str, torch.Tensor]:
+        return {name: local_tensor(tensor) for name, tensor in self._modules[module].state_dict().items()}
+
+
+def _parts_of(module: torch.nn.Module, rank: int) -> dict[str, _Part]:
+    """A rank's part of each weight that is split: as many places for every rank."""
+    parts = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, DTensor) and isinstance(tensor.placements[0], Shard):
+            dim = tensor.placements[0].dim
+            length = tensor.shape[dim] // tensor.device_mesh.size()
+            parts[name] = _Part(dim, rank * length, length)
+    return parts
+
+
+class _Gathered(Mapping[str, torch.Tensor]):
+    """Whole weights, each gathered when it is asked for: all of them at once may not fit."""
+
+    def __init__(self, live: Mapping[str, torch.Tensor], parts: Mapping[str, _Part], ranks: TensorParallel) -> None:
+        self._live = live
+        self._parts = parts
+        self._ranks = ranks
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        live, part = self._live[name], self._parts.get(name)
+        return live if part is None else self._ranks.gather(live, part.dim)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._live
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)

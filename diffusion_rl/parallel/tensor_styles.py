@@ -1,0 +1,99 @@
+"""Splits a transformer's weights by its plan, with torch's `parallelize_module` and styles of our own.
+
+The styles shard parameters as torch's do (`distribute_tensor`), and replace what those do at a forward: torch's put
+DTensors through the layer's operation, which exact mode couldn't replace, and add parts up in the order of a library.
+The meshes know ranks and no process group: an engine's groups are its own (`groups`), so that a trainer may have
+torch's default group in the same process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from diffusion_rl.parallel.tensor import (
+    ColumnLinear,
+    RowLinear,
+    TensorParallel,
+    TensorPlan,
+    matches,
+    sum_gradient,
+)
+
+
+class _Columns(ColwiseParallel):
+    """Weight and bias are split along the outputs."""
+
+    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+        super().__init__()
+        self._ranks, self._device = ranks, device
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        self._partition_linear_fn("", module, device_mesh)
+        return _settled(module, ColumnLinear, self._ranks, self._device)
+
+
+class _Rows(RowwiseParallel):
+    """The weight is split along the inputs; the bias is whole."""
+
+    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+        super().__init__()
+        self._ranks, self._device = ranks, device
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        self._partition_linear_fn("", module, device_mesh)
+        return _settled(module, RowLinear, self._ranks, self._device)
+
+
+def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorParallel, device: torch.device) -> None:
+    """Afterwards `transformer` is on `device`, with this rank's part of every weight that the plan names. Weights are
+    split one after the other, where they are: a device that holds the part needs no room for the whole.
+
+    Raises:
+        InvalidRequestError: a width can't be dealt out evenly; nothing has changed.
+    """
+    plan.check(transformer, ranks.size)
+    mesh = DeviceMesh("cpu", list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="DTensor random operators")  # nobody draws from these
+        for name, module in list(transformer.named_modules()):
+            style: ParallelStyle | None = None
+            if matches(name, plan.columns):
+                style = _Columns(ranks, device)
+            elif matches(name, plan.rows):
+                style = _Rows(ranks, device)
+            if style is None:
+                module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+            else:
+                parallelize_module(transformer, mesh, {name: style}, src_data_rank=None)
+    for name, module in transformer.named_modules():
+        if matches(name, plan.attentions):
+            _share_heads(module, ranks)
+
+
+def _settled(module: Any, kind: type[torch.nn.Linear], ranks: TensorParallel, device: torch.device) -> torch.nn.Module:
+    """The layer on its device, with local parts in memory of their own, and with its forward."""
+    mesh = DeviceMesh(device.type, list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
+    for name, parameter in list(module.named_parameters()):
+        local = parameter.to_local().detach().to(device, copy=True)
+        placed = DTensor.from_local(
+            local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        module.register_parameter(name, torch.nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    module.__class__ = kind
+    module.ranks = ranks
+    return module  # type: ignore[no-any-return]
+
+
+def _share_heads(attention: Any, ranks: TensorParallel) -> None:
+    """What the attention's processor reads is the local number of heads, and their width."""
+    for name in ("heads", "inner_dim", "inner_kv_dim", "sliceable_head_dim"):
+        setattr(attention, name, getattr(attention, name) // ranks.size)
+    for parameter in attention.parameters():
+        if not isinstance(parameter, DTensor) and parameter.requires_grad:
+            parameter.register_hook(sum_gradient(ranks))
