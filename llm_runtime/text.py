@@ -19,6 +19,9 @@ CHARACTER_BYTES = 4  # at most, in UTF-8
 WINDOW_TOKENS = 32  # that a growing text decodes at a time, before it moves on
 CONTEXT_TOKENS = 8  # that it decodes again then: how a token is written depends on those in front
 
+NOT_THE_TEMPLATES = ("conversation", "tools", "chat_template", "tokenize", "return_tensors", "return_dict")
+"""What `chat_template_kwargs` can't set: the template is the model's, and what becomes of its text is settled here."""
+
 Message = Mapping[str, Any]
 
 
@@ -102,6 +105,14 @@ class Tokenizer:
                 hint="Send the prompt as text to /v1/completions or /generate.",
             )
         options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        for name in NOT_THE_TEMPLATES:
+            if name in options:
+                raise InvalidRequestError(
+                    f"{name} is nothing that the chat template reads",
+                    field="chat_template_kwargs",
+                    value=name,
+                    hint="Send only what the model's template has a use for.",
+                )
         given = [dict(message) for message in messages]
         try:
             text = self._loaded.apply_chat_template(

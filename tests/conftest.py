@@ -118,8 +118,10 @@ def tiny_llm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm_service(tiny_llm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Computes four sequences at a time."""
     log = tmp_path_factory.mktemp("llm-service") / "log.txt"
-    started = start_llm_service({"model_path": str(tiny_llm_folder)}, {"served_model_name": "tiny-llm"}, log)
+    engine: dict[str, object] = {"model_path": str(tiny_llm_folder), "max_running_requests": 4}
+    started = start_llm_service(engine, {"served_model_name": "tiny-llm"}, log)
     started.wait_until(started.healthy)
     yield started
     stop_service(started)

@@ -329,6 +329,18 @@ def test_a_refit_shows_in_every_reply_and_leaves_the_models_name(
         client.update_weight_version("default")
 
 
+def test_health_generate_does_not_wait_behind_a_queue_that_moves(llm_service: Service, client: LLMClient) -> None:
+    body = {**ENDLESS, "rid": "queue", "sampling_params": {**ENDLESS["sampling_params"], "n": 12}}  # type: ignore[dict-item]
+    thread = threading.Thread(target=lambda: generate(llm_service, **body))
+    thread.start()
+    llm_service.wait_until(lambda: in_flight(llm_service) == 12)
+    assert llm_service.http.get("/health_generate").status_code == 200
+    assert in_flight(llm_service) > 4  # the queue is still there, and the probe behind it
+    client.abort_request(abort_all=True)
+    thread.join(20)
+    llm_service.wait_until(lambda: in_flight(llm_service) == 0, timeout_s=5)
+
+
 def test_health_generate_really_generates_and_routers_find_what_they_ask_for(llm_service: Service) -> None:
     before = llm_service.stats()["requests_finished"]
     assert llm_service.http.get("/health_generate").status_code == 200

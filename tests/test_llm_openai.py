@@ -48,7 +48,7 @@ def test_a_completion_is_what_generate_makes_of_the_same_prompt(openai: OpenAI, 
         assert reply.usage is not None
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 16)
         assert reply.object == "text_completion"
-        assert reply.to_dict()["metadata"]["weight_version"] == "default"  # type: ignore[index]
+        assert reply.metadata["weight_version"] == "default"  # type: ignore[attr-defined]
     assert openai.completions.create(prompt="c", **GREEDY).choices[0].text == rows[1]["text"]
     assert openai.completions.create(prompt=[99], **GREEDY).choices[0].text == rows[1]["text"]
 
@@ -139,7 +139,7 @@ def test_a_chat_is_written_with_the_template_and_answered(openai: OpenAI, llm_se
     assert info["output_token_logprobs"] == row["meta_info"]["output_token_logprobs"]
     assert info["weight_version"] == "default"
     assert choice.model_extra["token_ids"] == row["output_ids"]
-    assert reply.to_dict()["metadata"] == {
+    assert reply.metadata == {  # type: ignore[attr-defined]
         "weight_version": "default",
         "weight_versions": [{"version": "default", "start": 0, "end": 6}],
     }

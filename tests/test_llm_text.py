@@ -116,5 +116,7 @@ def test_a_conversation_is_written_as_the_template_says_and_refused_where_it_can
     assert ids[0] == tiny_llms.TURN_START
     with pytest.raises(InvalidRequestError, match="no chat template"):
         by_pieces.chat_prompt([{"role": "user", "content": "hi"}])
+    with pytest.raises(InvalidRequestError, match="chat_template is nothing"):
+        by_bytes.chat_prompt([{"role": "user", "content": "hi"}], chat_template_kwargs={"chat_template": "x"})
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         Tokenizer("/does/not/exist")

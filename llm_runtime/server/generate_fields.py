@@ -148,7 +148,7 @@ def refuse_absent(values: Mapping[str, Any], names: Sequence[str], within: str =
     for name in names:
         if values.get(name):
             raise InvalidRequestError(
-                f"this engine has no {name}",
+                f"{name} asks for what this engine hasn't",
                 code="unsupported_field",
                 field=within + name,
                 value=values[name],

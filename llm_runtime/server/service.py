@@ -24,6 +24,7 @@ from llm_runtime.text import Tokenizer
 
 WORKER_MODULE = "llm_runtime.server.worker"
 GAUGES = ("requests_running", "requests_waiting", "tokens_in_use", "tokens_cached_now", "kv_cache_usage")
+STEPS_WAIT_S = 1.0  # of /health_generate for its own request, before it looks whether others make progress
 ARBITRARY_SEED = 2**31  # a bound of seeds that nobody chose
 
 
@@ -89,6 +90,20 @@ class LLMService(EngineService):
 
     def smallest_request(self) -> GenerateRequest:
         return GenerateRequest(input_ids=(0,), sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
+
+    async def health_generate(self) -> None:
+        """As `EngineService`'s; but where many requests wait in front of the smallest one, it is proof enough that the
+        engine takes steps meanwhile."""
+        answered = asyncio.ensure_future(super().health_generate())
+        try:
+            async with asyncio.timeout(self.health_generate_timeout_s):
+                steps = (await self.supervisor.call("stats"))["steps"]
+                while not (await asyncio.wait({answered}, timeout=STEPS_WAIT_S))[0]:
+                    if (await self.supervisor.call("stats"))["steps"] > steps:
+                        return
+                answered.result()
+        finally:
+            await _cancel([answered])
 
     def job(self, prompts: Sequence[GenerateRequest], *, rid: str | None = None, rids: Sequence[str] = ()) -> Job:
         """The sequences of these prompts, `n` of each, with seeds for those that chose none. To be called on the event
