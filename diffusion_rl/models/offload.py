@@ -95,16 +95,23 @@ class LayerwiseOffload:
         the elements of the lists that are the transformer's direct children; `group_size` of a list come together.
 
         Raises:
-            InvalidRequestError: it has no such list, or `group_size` is less than 1.
-            InsufficientMemoryError: the host has no room.
+            InvalidRequestError: it has no such blocks, or `group_size` is less than 1. Nothing was moved.
+            InsufficientMemoryError: the host has no room. Some blocks were moved by then: load the model anew.
         """
         check_group_size(group_size)
         self.device = device
         self.group_size = group_size
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned = self._stream is not None
+        self._locked: list[torch.Tensor] = []
         self._unsettled = False
         self._groups = [group for blocks in _block_groups(transformer, group_size) if (group := self._group(blocks))]
+        if not self._groups:
+            raise InvalidRequestError(
+                f"a {type(transformer).__name__} has no list of blocks that could be offloaded",
+                field="dit_layerwise_offload",
+                value=True,
+                hint="Leave it out.",
+            )
         self._slots = [_Slot() for _ in range(min(SLOTS, len(self._groups)))]
         self._largest = max(len(group.host) for group in self._groups)
         self._ids = {id(tensor) for group in self._groups for tensor in group.tensors}
@@ -117,8 +124,8 @@ class LayerwiseOffload:
             group.blocks[-1].register_forward_hook(_Hook(partial(self._leave, group)))
         transformer.register_forward_hook(_Hook(self._leave_all), always_call=True)
         setattr(transformer, ATTRIBUTE, self)
-        if self._pinned:  # locked pages outlive their process's interest in them; what is freed must be unlocked
-            weakref.finalize(self, unpin, [group.host for group in self._groups]).atexit = False
+        if self._locked:  # CUDA would go on to take the addresses for locked when the memory is freed
+            weakref.finalize(self, unpin, self._locked).atexit = False
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -154,7 +161,7 @@ class LayerwiseOffload:
             "group_size": self.group_size,
             "host_bytes": sum(len(group.host) for group in self._groups),
             "device_bytes": self._largest * len(self._slots),
-            "pinned": self._pinned,
+            "pinned": len(self._locked) == len(self._groups),
         }
 
     def _group(self, blocks: Sequence[tuple[torch.nn.Module, Sequence[torch.Tensor]]]) -> _Group | None:
@@ -167,7 +174,8 @@ class LayerwiseOffload:
             offsets.append(size)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         host, pinned = host_slab(size, pinned=self._stream is not None, what="layerwise offload")
-        self._pinned = self._pinned and pinned
+        if pinned:
+            self._locked.append(host)
         group = _Group([block for block, _ in blocks], tensors, offsets, host, [])
         group.host_views = group.views_of(host)
         for view, tensor in zip(group.host_views, tensors, strict=True):
@@ -331,13 +339,6 @@ def _block_groups(
 ) -> Iterator[Sequence[tuple[torch.nn.Module, Sequence[torch.Tensor]]]]:
     """`group_size` consecutive blocks of a list each time, and of each block the tensors that are its alone."""
     lists = [child for child in transformer.children() if isinstance(child, torch.nn.ModuleList) and len(child)]
-    if not lists:
-        raise InvalidRequestError(
-            f"a {type(transformer).__name__} has no list of blocks that could be offloaded",
-            field="dit_layerwise_offload",
-            value=True,
-            hint="Leave it out.",
-        )
     uses = Counter(tensor.data_ptr() for _, tensor in _all_tensors(transformer))
     for blocks in lists:
         owned = [

@@ -119,7 +119,7 @@ def check_offload(config: EngineConfig) -> None:
     """
     check_group_size(config.dit_offload_group_size)
     if config.dit_layerwise_offload:
-        refuse_combinations(torch_compile=config.torch_compile, tp_size=getattr(config.parallel, "tp_size", 1))
+        refuse_combinations(torch_compile=config.torch_compile, tp_size=config.parallel.tp_size)
 
 
 def offload_as_configured(family: ModelFamily, config: EngineConfig) -> None:
