@@ -36,9 +36,9 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, tor
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 SMALL = [(4, 2, 16), (3, 1, 48)]  # heads, kv_heads, head_dim
 SHAPES = SMALL if INTERPRETED else [*SMALL, (32, 8, 128), (16, 8, 64), (14, 2, 64), (8, 8, 80)]
-WIDTHS = [80] if INTERPRETED else [32, 80, 896, 2048, 2560]
-SPLIT = TILE if INTERPRETED else paged.SPLIT  # the interpreter is slow
-LENGTHS = [1, TILE // 2, SPLIT + 13] if INTERPRETED else [1, TILE - 1, TILE, SPLIT, 2 * SPLIT + 77, 1500]
+WIDTHS = [192] if INTERPRETED else [64, 192, 896, 2048, 2560]  # a quarter is a head, of a multiple of 16
+SPLIT = TILE // 2 if INTERPRETED else paged.SPLIT  # the interpreter is slow
+LENGTHS = [1, SPLIT, 3 * SPLIT + 13] if INTERPRETED else [1, TILE - 1, TILE, SPLIT, 2 * SPLIT + 77, 1500]
 ALL = slice(None)
 
 runs = pytest.mark.skipif(not RUNNABLE, reason="needs a GPU or TRITON_INTERPRET=1")
