@@ -25,6 +25,8 @@ class LLMConfig:
     max_total_tokens: the KV cache's tokens. None: on a GPU what `mem_fraction_static` of its memory leaves beside the
         weights, on a CPU 65,536.
     disable_radix_cache: prompts are computed anew even if their beginning was computed before.
+    speculative_draft_model_path: a small model with the same tokens that guesses up to `speculative_num_steps` of them
+        ahead. No token or log-prob depends on it; it is a refit's `draft`.
     deterministic: `auto` is exact mode wherever it is certified; `on` insists on it; `off` leaves the libraries alone.
     cuda_graphs: on a GPU, decoding is captured and replayed; the bits are the same.
     weight_version: what the weights that are loaded first are called.
@@ -47,6 +49,8 @@ class LLMConfig:
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85
     disable_radix_cache: bool = False
+    speculative_draft_model_path: str | None = None
+    speculative_num_steps: int = 4
     deterministic: Literal["auto", "on", "off"] = "auto"
     cuda_graphs: bool = True
     weight_version: str = "default"

@@ -57,6 +57,10 @@ MaxPrefill = Annotated[
     _of(BATCHING, "--max-prefill-tokens", "--chunked-prefill-size", text="Prompt tokens of one step.", least=1),
 ]
 PageSize = Annotated[int, _of(BATCHING, text="Tokens of one page of the KV cache.", least=1)]
+DraftModel = Annotated[
+    str | None, _of(BATCHING, text="A small model with the same tokens that guesses ahead; every bit stays the same.")
+]
+DraftSteps = Annotated[int, _of(BATCHING, text="Tokens that a draft model guesses at a time.", least=1)]
 MaxTotal = Annotated[int | None, _of(BATCHING, text="Tokens of the KV cache; by default what memory allows.", least=1)]
 MemFraction = Annotated[float, _of(BATCHING, text="Share of a GPU's memory for weights and KV cache.")]
 DisableRadix = Annotated[bool, _of(BATCHING, "--disable-radix-cache", text="Compute every prompt anew.")]

@@ -27,7 +27,8 @@ from llm_runtime.engine.sampler import draw
 from llm_runtime.engine.scheduler import Chunk, Scheduler
 from llm_runtime.engine.scoring import StepPlan, note_drawn, note_scored, plan_step
 from llm_runtime.engine.sequence import Sequence
-from llm_runtime.engine.startup import make_runner, pages_for
+from llm_runtime.engine.speculation import Ahead
+from llm_runtime.engine.startup import load_draft, make_drafter, make_runner, pages_for
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder
 from llm_runtime.output import FinishReason, GenerateOutput
@@ -68,7 +69,7 @@ def _build(config: LLMConfig, ranks: Ranks) -> LLMEngine:
     model = load_model(replace(config, device=device_of(0, config)), ranks.tensor_parallel)
     folder = config.tokenizer_path or model_folder(config.model_path)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer(folder)
-    return LLMEngine(model, config, tokenizer=tokenizer, ranks=ranks)
+    return LLMEngine(model, config, tokenizer=tokenizer, ranks=ranks, draft=load_draft(config, model))
 
 
 class LLMEngine:
@@ -81,9 +82,15 @@ class LLMEngine:
         *,
         tokenizer: Tokenizer | None = None,
         ranks: Ranks | None = None,
+        draft: CausalLM | None = None,
     ) -> None:
         """Is idle afterwards. Certifies the model on its device (see `certification`), together with the other ranks,
-        if there are any."""
+        if there are any. draft: guesses tokens ahead (see `speculation`).
+
+        Raises:
+            NotExactError: `config.deterministic` insists on exactness that can't be had; or there is a draft, which
+                only an exact target can judge.
+        """
         self.config = config or LLMConfig()
         self.model = model
         self.tokenizer = tokenizer
@@ -93,10 +100,11 @@ class LLMEngine:
         )
         page_size = self.config.page_size
         self.ranks: Ranks = ranks or NoRanks()
-        pages = self.ranks.agree_on_pages(pages_for(model, self.config))
+        pages = self.ranks.agree_on_pages(pages_for(model, self.config, draft=draft))
         self.runner = make_runner(model, self.config, pages)
         self.exactness: Exactness = make_exact(self.runner, self.config.deterministic)
         self.ranks.complete(exact=self.exactness.enabled)
+        drafter = None if draft is None else make_drafter(draft, self.runner, self.config, exact=self.exactness.enabled)
         self._pool = PagePool(pages)
         self.prefixes = RadixCache(self._pool, page_size, enabled=not self.config.disable_radix_cache)
         self.scheduler = Scheduler(
@@ -105,8 +113,11 @@ class LLMEngine:
             page_size=page_size,
             max_running=self.config.max_running_requests,
             max_prefill_tokens=self.config.max_prefill_tokens,
+            drafted=drafter is not None,
         )
-        self.weights = RankWeights(self.runner, self.config, self._forget_prefixes)
+        self.drafter = drafter
+        guessing = None if drafter is None else drafter.runner
+        self.weights = RankWeights(self.runner, self.config, self._forget_prefixes, draft=guessing)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0))
         self._held = False
         self._counts: Counter[str] = Counter()
@@ -229,6 +240,10 @@ class LLMEngine:
         chunks = self.scheduler.schedule(admit=not self._held)
         if not chunks:
             return []
+        if self.drafter is not None:
+            room = [self.scheduler.room_ahead(chunk, self.drafter.num_steps) for chunk in chunks]
+            chunks = self.drafter.guess(chunks, room)
+            self.drafter.follow(chunks)
         plan = plan_step(chunks, self.config.page_size)
         self.ranks.announce(plan.batch)
         with self.ranks.together(), torch.inference_mode():
@@ -249,6 +264,8 @@ class LLMEngine:
         """Counts since the start, and what is in the engine now."""
         held = self._pool.usable - self._pool.free
         gauges = {
+            "guesses": 0 if self.drafter is None else self.drafter.guessed,
+            "guesses_accepted": 0 if self.drafter is None else self.drafter.accepted,
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),
             "tokens_in_use": sum(s.computed for s in self.scheduler.running),
@@ -281,6 +298,8 @@ class LLMEngine:
             "page_size": self.config.page_size,
             "tp_size": self.config.tp_size,
             "dp_size": 1,
+            "speculative_draft_model_path": self.config.speculative_draft_model_path,
+            "speculative_num_steps": 0 if self.drafter is None else self.drafter.num_steps,
             "deterministic": self.exactness.describe(),
             "threads": torch.get_num_threads(),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -310,22 +329,27 @@ class LLMEngine:
             done += len(logits)
 
     def _draw(self, plan: StepPlan, hidden: torch.Tensor) -> set[str]:
-        """Appends the next token of each sequence that draws one; returns the ids of those whose logits are no
-        numbers."""
+        """Appends the next tokens of each sequence that draws some; returns the ids of those whose logits are no
+        numbers. A token behind a guess counts if the guess was what the sequence came to."""
         done, bad = 0, set()
         for logits in self.runner.logits(hidden):
-            sequences = plan.drawing[done : done + len(logits)]
+            rows = plan.drawing[done : done + len(logits)]
             done += len(logits)
-            drawn = draw(logits, sequences)
+            drawn = draw(logits, rows)
             broken = drawn.log_probs[:, 0].isnan().tolist()
-            bad |= {s.request_id for s, wrong in zip(sequences, broken, strict=True) if wrong}
-            wanted = [i for i, s in enumerate(sequences) if s.max_new_tokens and not broken[i]]
-            note_drawn(drawn.of(wanted), [sequences[i] for i in wanted])
-            for i in wanted:
-                sequences[i].append(drawn.tokens[i], self.weight_version)
-            for sequence in sequences:
+            taken: list[int] = []
+            for i, row in enumerate(rows):
+                sequence = _own(row)
+                if isinstance(row, Ahead) and not row.came_true:
+                    continue
                 if not sequence.max_new_tokens:
                     sequence.finish_reason = FinishReason("length", length=0)
+                elif broken[i]:
+                    bad.add(sequence.request_id)
+                else:
+                    taken.append(i)
+                    sequence.append(drawn.tokens[i], self.weight_version)
+            note_drawn(drawn.of(taken), [_own(rows[i]) for i in taken])
         return bad
 
     def _finish(
@@ -338,10 +362,14 @@ class LLMEngine:
             sequence = chunk.sequence
             if sequence.request_id in bad:
                 sequence.epoch = None
+            if chunk.guesses and self.drafter is not None:
+                drawn = len(sequence.tokens) - (chunk.end - len(chunk.guesses))
+                self.drafter.settle(chunk, drawn)
+                chunk = replace(chunk, end=chunk.start + drawn, guesses=())
             self.scheduler.computed(chunk)
             decoded = chunk.start >= sequence.num_prompt and chunk.end - chunk.start == 1
             self._counts["tokens_decoded" if decoded else "tokens_prefilled"] += chunk.end - chunk.start
-        for sequence in plan.drawing:
+        for sequence in [row for row in plan.drawing if isinstance(row, Sequence)]:
             if sequence.request_id in bad:
                 self.scheduler.remove(sequence)
                 self._counts["requests_failed"] += 1
@@ -365,3 +393,7 @@ class LLMEngine:
         wanted = request.sampling.max_new_tokens
         room = min(self.context_length, self._pool.usable * self.config.page_size) - len(request.input_ids)
         return room if wanted is None else wanted
+
+
+def _own(row: Sequence | Ahead) -> Sequence:
+    return row.sequence if isinstance(row, Ahead) else row

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from llm_runtime.engine.kv_cache import KVCache
-from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
 from rl_kernels.mode import LIBRARY, Choices
@@ -36,6 +36,17 @@ class ForwardBatch(msgspec.Struct, tag="forward", frozen=True):
     context_lengths: list[int]
     draw_rows: list[int]
     score_rows: list[int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence, side by side, from position `start` on; its pages; after how many of the last ones a
+    token is drawn."""
+
+    tokens: list[int]
+    start: int
+    pages: list[int]
+    draws: int = 0
 
 
 class PagedKV:
@@ -113,26 +124,22 @@ class ModelRunner:
         return [torch.tensor(v, dtype=torch.int64, device=self.device) for v in values]
 
 
-def batch_of(chunks: Items[Chunk], *, draw_rows: Items[int], score_rows: Items[int], page_size: int) -> ForwardBatch:
-    """The chunks side by side."""
+def batch_of(spans: Items[Span], *, page_size: int, scored: Items[int] = ()) -> ForwardBatch:
+    """The spans side by side; `scored` are rows of them all whose logits tell a prompt's log-probs."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     tables: list[list[int]] = []
-    for chunk in chunks:
-        sequence = chunk.sequence
-        input_ids += sequence.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        pages = sequence.pages
-        slots += [pages[p // page_size] * page_size + p % page_size for p in range(chunk.start, chunk.end)]
-        tables.append(pages[: -(-chunk.end // page_size)])
-    return ForwardBatch(
-        input_ids,
-        positions,
-        slots,
-        tables,
-        [chunk.end - chunk.start for chunk in chunks],
-        [chunk.end for chunk in chunks],
-        list(draw_rows),
-        list(score_rows),
-    )
+    draw_rows: list[int] = []
+    for span in spans:
+        pages, end = span.pages, span.start + len(span.tokens)
+        if span.draws:
+            last = len(input_ids) + len(span.tokens)
+            draw_rows += range(last - span.draws, last)
+        input_ids += span.tokens
+        positions += range(span.start, end)
+        slots += [pages[p // page_size] * page_size + p % page_size for p in range(span.start, end)]
+        tables.append(pages[: -(-end // page_size)])
+    lengths = [len(span.tokens) for span in spans]
+    contexts = [span.start + len(span.tokens) for span in spans]
+    return ForwardBatch(input_ids, positions, slots, tables, lengths, contexts, draw_rows, list(scored))

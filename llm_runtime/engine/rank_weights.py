@@ -11,6 +11,7 @@ from engine_control.memory.base import mechanisms
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import RefitTarget
 from llm_runtime.config import LLMConfig
+from llm_runtime.engine.draft_target import DRAFT, TargetAndDraft
 from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.models.weights import MODULE
 
@@ -18,19 +19,27 @@ from llm_runtime.models.weights import MODULE
 class RankWeights:
     """An `engine_control.rank.RankEngine`. Every rank has one; rank 0's belongs to its engine."""
 
-    def __init__(self, runner: ModelRunner, config: LLMConfig, forget_prefixes: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: LLMConfig,
+        forget_prefixes: Callable[[], object],
+        *,
+        draft: ModelRunner | None = None,
+    ) -> None:
         """`forget_prefixes` drops the prefix cache, where there is one: on rank 0. With the memory saver enabled,
         afterwards weights and KV cache lie in memory that can be given back."""
-        self._runner = runner
+        self._runners = {MODULE: runner} if draft is None else {MODULE: runner, DRAFT: draft}
         self._forget_prefixes = forget_prefixes
         self.device = runner.device
-        self._target = runner.model.refit_target()
+        targets = {name: own.model.refit_target() for name, own in self._runners.items()}
+        self._target = targets[MODULE] if draft is None else TargetAndDraft(targets[MODULE], targets[DRAFT])
         named = "host" if config.memory_saver == "auto" else config.memory_saver
         self.memory = MemorySaver(mechanisms.get(named)(runner.device), pinned=runner.device.type == "cuda")
         if config.control.enable_memory_saver:
-            parameters = {f"{MODULE}.{name}" for name, _ in runner.model.named_parameters()}
+            parameters = {f"{m}.{name}" for m, own in self._runners.items() for name, _ in own.model.named_parameters()}
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
-            self.memory.hold("kv_cache", lambda: {"kv_cache": runner.cache.storage}, scratch=True)
+            self.memory.hold("kv_cache", self._caches, scratch=True)
             self.memory.on_release("kv_cache", self._forget_kv)
             self.memory.on_release("cuda_graph", lambda: None)
 
@@ -47,12 +56,19 @@ class RankWeights:
             torch.cuda.synchronize(self.device)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        model = self._runner.model
-        found = [*model.named_parameters(), *model.named_buffers()]
-        return {f"{MODULE}.{name}": tensor for name, tensor in found}
+        return {
+            f"{module}.{name}": tensor
+            for module, own in self._runners.items()
+            for named in (own.model.named_parameters(), own.model.named_buffers())
+            for name, tensor in named
+        }
+
+    def _caches(self) -> Mapping[str, torch.Tensor]:
+        return {module: own.cache.storage for module, own in self._runners.items()}
 
     def _forget_kv(self) -> None:
-        self._runner.cache.forget()
+        for own in self._runners.values():
+            own.cache.forget()
         self._forget_prefixes()
 
 

@@ -10,16 +10,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from llm_runtime.engine.sequence import Sequence
 from llm_runtime.output import TokenLogprob
-from llm_runtime.params import SamplingParams
+from llm_runtime.params import GenerateRequest, SamplingParams
 from rl_kernels.log_softmax_gather import row_log_softmax
 
 MASK = 0xFFFFFFFF
 EXCLUDED = float("-inf")
+
+
+class Drawing(Protocol):
+    """What a draw needs to know of a sequence: `engine.sequence.Sequence`, or one ahead of itself."""
+
+    @property
+    def request(self) -> GenerateRequest: ...
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def output_ids(self) -> list[int]: ...
+
+    @property
+    def num_output(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Drawn:
         return Drawn([self.tokens[row] for row in rows], self.log_probs[list(rows)])
 
 
-def draw(logits: torch.Tensor, sequences: Rows[Sequence]) -> Drawn:
+def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
     """The next token of each sequence from its row of `logits` `[B, V]` (fp32), which may be overwritten."""
     for row, sequence in enumerate(sequences):
         adjust(logits[row], sequence)
@@ -67,7 +86,7 @@ def tempered(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor
     return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
 
 
-def adjust(logits: torch.Tensor, sequence: Sequence) -> None:
+def adjust(logits: torch.Tensor, sequence: Drawing) -> None:
     """Applies biases, penalties and the minimal length to a row `[V]`, in place."""
     params = sequence.request.sampling
     if params.repetition_penalty != 1.0:

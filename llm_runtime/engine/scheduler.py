@@ -18,29 +18,45 @@ from llm_runtime.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, end) of a sequence, to be computed in the next step."""
+    """Tokens [start, end) of a sequence, to be computed in the next step; the last ones may be guesses, which it hasn't
+    got yet."""
 
     sequence: Sequence
     start: int
     end: int
+    guesses: tuple[int, ...] = ()
 
     @property
-    def draws(self) -> bool:
-        """Whether the next token is drawn after it."""
-        return self.end == len(self.sequence.tokens)
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.end - len(self.guesses)], *self.guesses]
+
+    @property
+    def draws(self) -> int:
+        """After how many of its last tokens a next one is drawn: the sequence's last one, and each guess."""
+        whole = self.end - len(self.guesses) == len(self.sequence.tokens)
+        return 1 + len(self.guesses) if whole else 0
 
 
 class Scheduler:
     """Owns the queue, the sequences in flight and their pages."""
 
     def __init__(
-        self, pool: PagePool, cache: RadixCache, *, page_size: int, max_running: int, max_prefill_tokens: int
+        self,
+        pool: PagePool,
+        cache: RadixCache,
+        *,
+        page_size: int,
+        max_running: int,
+        max_prefill_tokens: int,
+        drafted: bool = False,
     ) -> None:
+        """drafted: a draft model's keys and values lie in the pages too; what it hasn't computed is not shared."""
         self._pool = pool
         self.cache = cache
         self._page_size = page_size
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
+        self._drafted = drafted
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
         self.retracted = 0
@@ -81,6 +97,17 @@ class Scheduler:
         sequence.computed = chunk.end
         if chunk.end - chunk.start > 1 or chunk.end % self._page_size == 0:
             self._share(sequence)
+
+    def room_ahead(self, chunk: Chunk, wanted: int) -> int:
+        """For how many tokens behind a chunk that decodes the sequence holds pages now: up to `wanted`, without
+        pushing another one out, and not beyond the last token that it may have."""
+        sequence = chunk.sequence
+        if chunk.draws != 1 or sequence.remaining != 1:
+            return 0
+        wanted = min(wanted, sequence.max_new_tokens - sequence.num_output - 1)
+        while wanted > 0 and not self._provide(sequence, chunk.end + wanted):
+            wanted -= 1
+        return max(wanted, 0)
 
     def retract(self, sequence: Sequence) -> None:
         """Puts a sequence in flight back at its place in the queue, with its tokens."""
@@ -128,7 +155,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.popleft()
             sequence.pages = self.cache.match(sequence.tokens, sequence.reusable)
-            sequence.computed = len(sequence.pages) * self._page_size
+            sequence.computed = sequence.drafted = len(sequence.pages) * self._page_size
             sequence.epoch = self.cache.epoch
             prefix = self._next_prefix(sequence)
             known = prefix in prefixes
@@ -159,10 +186,11 @@ class Scheduler:
     def _drop_pages(self, sequence: Sequence) -> None:
         self._pool.let_go(sequence.pages)
         sequence.pages = []
-        sequence.computed = 0
+        sequence.computed = sequence.drafted = 0
 
     def _share(self, sequence: Sequence) -> None:
-        whole = sequence.computed // self._page_size
+        known = min(sequence.computed, sequence.drafted) if self._drafted else sequence.computed
+        whole = known // self._page_size
         pages = sequence.pages[:whole]
         self.cache.insert(sequence.tokens[: whole * self._page_size], pages, sequence.epoch)
         sequence.pages[:whole] = pages

@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_runtime.engine.model_runner import ForwardBatch, batch_of
+from llm_runtime.engine.model_runner import ForwardBatch, Span, batch_of
 from llm_runtime.engine.sampler import Drawn, likeliest, tempered
 from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.engine.sequence import Sequence
+from llm_runtime.engine.speculation import Ahead
 from llm_runtime.output import TokenLogprob
 from rl_kernels.log_softmax_gather import row_log_softmax
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's batch; drawing: the sequences of its draw rows; scored: (sequence, prompt position) of its score rows,
-    each of which tells the log-prob of the token at that position."""
+    """A step's batch; drawing: the sequences of its draw rows, some of them ahead of themselves; scored: (sequence,
+    prompt position) of its score rows, each of which tells the log-prob of the token at that position."""
 
     batch: ForwardBatch
-    drawing: list[Sequence]
+    drawing: list[Sequence | Ahead]
     scored: list[tuple[Sequence, int]]
 
 
 def plan_step(chunks: Items[Chunk], page_size: int) -> StepPlan:
     """Row i of the batch is token i of the chunks, side by side."""
-    drawing: list[Sequence] = []
-    draw_rows: list[int] = []
+    drawing: list[Sequence | Ahead] = []
     scored: list[tuple[Sequence, int]] = []
     score_rows: list[int] = []
     first = 0
@@ -39,10 +39,13 @@ def plan_step(chunks: Items[Chunk], page_size: int) -> StepPlan:
             scored.append((sequence, position))
             score_rows.append(first + position - 1 - chunk.start)
         if chunk.draws:
-            drawing.append(sequence)
-            draw_rows.append(first + chunk.end - 1 - chunk.start)
+            drawing += [
+                sequence,
+                *(Ahead(sequence, chunk.guesses[:n], len(sequence.tokens)) for n in range(1, chunk.draws)),
+            ]
         first += chunk.end - chunk.start
-    batch = batch_of(chunks, draw_rows=draw_rows, score_rows=score_rows, page_size=page_size)
+    spans = [Span(chunk.tokens, chunk.start, chunk.sequence.pages, chunk.draws) for chunk in chunks]
+    batch = batch_of(spans, page_size=page_size, scored=score_rows)
     return StepPlan(batch, drawing, scored)
 
 

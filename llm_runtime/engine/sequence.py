@@ -15,7 +15,8 @@ Scored = list[list[TokenLogprob]]
 @dataclass(eq=False)
 class Sequence:
     """tokens: prompt and output. computed: of them, those whose keys and values lie in `pages`. A sequence is decoding
-    when all but the last are; whenever the last one is computed too, the next token is drawn.
+    when all but the last are; whenever the last one is computed too, the next token is drawn. drafted: of how many the
+    draft model's are there too, if there is one.
 
     epoch: the cache epoch in which its keys and values were computed; None if the weights changed in between, so that
     nobody else may use them. versions: the weight version that drew each output token. next_scored: the first prompt
@@ -30,6 +31,7 @@ class Sequence:
     stop_checker: StopChecker | None = None
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
+    drafted: int = 0
     pages: list[int] = field(default_factory=list)
     epoch: int | None = None
     next_scored: int = 0

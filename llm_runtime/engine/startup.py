@@ -2,19 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine_control.errors import InvalidRequestError
 from llm_runtime.config import LLMConfig
+from llm_runtime.engine.certification import NotExactError, make_exact
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
+from llm_runtime.engine.speculation import Drafter
 from llm_runtime.models.base import CausalLM
+from llm_runtime.models.loading import load_model
 
 CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
 
 
-def pages_for(model: CausalLM, config: LLMConfig) -> int:
-    """How many pages this rank's KV cache gets, or has room for; the first one is nobody's.
+def load_draft(config: LLMConfig, model: CausalLM) -> CausalLM | None:
+    """The draft model that guesses for `model`, if the configuration names one.
+
+    Raises:
+        InvalidRequestError: it can't be loaded, has other tokens than the model, or ranks would share the model.
+    """
+    path = config.speculative_draft_model_path
+    if path is None:
+        return None
+    if config.tp_size > 1:
+        raise InvalidRequestError(
+            "a draft model guesses for a model on one device only",
+            field="tp_size",
+            value=config.tp_size,
+            hint="Leave --speculative-draft-model-path, or --tp-size, away.",
+        )
+    device = str(next(model.parameters()).device)
+    own = replace(config, model_path=path, device=device, context_length=None, speculative_draft_model_path=None)
+    draft = load_model(own)
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise InvalidRequestError(
+            f"the draft model has {draft.config.vocab_size} tokens, and the model {model.config.vocab_size}",
+            field="speculative_draft_model_path",
+            value=path,
+            hint="Use a draft model with the same tokenizer.",
+        )
+    return draft
+
+
+def make_drafter(draft: CausalLM, target: ModelRunner, config: LLMConfig, *, exact: bool) -> Drafter:
+    """The draft beside the target, with as many pages.
+
+    Raises:
+        NotExactError: the target isn't exact: then a guess could be right alone and wrong beside others.
+    """
+    if not exact:
+        raise NotExactError(
+            "a draft model needs exact mode, which this model isn't certified for here, or which is turned off",
+            field="speculative_draft_model_path",
+            value=config.speculative_draft_model_path,
+            hint="See deterministic in /server_info, or leave the draft model away.",
+        )
+    runner = make_runner(draft, config, target.cache.num_pages)
+    make_exact(runner, config.deterministic)
+    return Drafter(runner, config.speculative_num_steps)
+
+
+def pages_for(model: CausalLM, config: LLMConfig, *, draft: CausalLM | None = None) -> int:
+    """How many pages this rank's KV cache gets, or has room for; the first one is nobody's. A draft's pages count too.
 
     Raises:
         InvalidRequestError: there is no room beside the weights.
@@ -26,7 +78,8 @@ def pages_for(model: CausalLM, config: LLMConfig) -> int:
     if tokens is not None:
         return -(-tokens // page_size) + 1
     free, total = torch.cuda.mem_get_info(device)
-    pages = int((free - total * (1 - config.mem_fraction_static)) // bytes_per_page(model, page_size))
+    page = sum(bytes_per_page(m, page_size) for m in (model, draft) if m is not None)
+    pages = int((free - total * (1 - config.mem_fraction_static)) // page)
     if pages < 2:
         raise InvalidRequestError(
             f"no room for a KV cache: {free} bytes are free beside the weights, of {total}",
