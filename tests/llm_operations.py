@@ -124,8 +124,9 @@ def rowwise(
     joint = torch.randn(ROWS, 6 * head_dim).to(device, dtype)
     query, key = joint[:, : 3 * head_dim].unflatten(1, (3, -1)), joint[:, 4 * head_dim :].unflatten(1, (2, -1))
     table, positions = rotary_table(300, head_dim).to(device), torch.randint(0, 300, (ROWS,)).to(device)
-    logits = (torch.randn(ROWS, 17 * width) * 5).to(device)
-    ids = torch.randint(0, 17 * width, (ROWS, 3)).to(device)
+    vocabulary = 5000 + 17 * width
+    logits = (torch.randn(ROWS, vocabulary) * 5).to(device)
+    ids = torch.randint(0, vocabulary, (ROWS, 3)).to(device)
     return {
         "rms_norm": lambda r: (rms_norm(x[r], weight, 1e-6),),
         "rms_norm of heads": lambda r: (rms_norm(query[r], head_weight, 1e-6),),
