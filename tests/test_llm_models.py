@@ -43,6 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "rope": {**tiny_llms.LLAMA3_ROPE, "rope_theta": 5e5}},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen3-bf16": {"family": "qwen3", "dtype": torch.bfloat16},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "qwen3_moe-bf16": {
+        "family": "qwen3_moe",
+        "dtype": torch.bfloat16,
+        "norm_topk_prob": False,
+        "layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
 }
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -134,14 +143,15 @@ def test_logits_are_those_of_transformers(case: str, folders: Callable[[str], Pa
     model = load(folders(case))
     ours = logits(model)
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folders(case))(TOKENS[None]).logits[0].float()
+        reference = AutoModelForCausalLM.from_pretrained(folders(case), experts_implementation="eager")
+        theirs = reference(TOKENS[None]).logits[0].float()
     assert ours.dtype == torch.float32
     exactly = model.config.dtype == torch.bfloat16  # roundings stand where transformers has them
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exactly else 1e-5)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(case: str, folders: Callable[[str], Path]) -> None:
     def to_itself(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return query * key.repeat_interleave(2, 1) + value.repeat_interleave(2, 1)
@@ -167,7 +177,7 @@ def test_every_tensor_of_the_checkpoint_is_found_under_its_name(case: str, folde
     assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in checkpoint.values())
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "qwen3_moe"])
 def test_a_refit_of_all_weights_is_as_loading_them(case: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     other = tiny_llms.make_tiny_llm(tmp_path / "other", tokenizer=False, **{**CASES[case], "seed": 1})
     model = load(folders(case))
@@ -221,8 +231,10 @@ def test_tied_weights_go_by_either_name(folders: Callable[[str], Path]) -> None:
         again.update([WeightItem(None, TIED[0], new), WeightItem(None, TIED[1], new + 1)])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])  # four ranks: more than key and value heads
-@pytest.mark.parametrize("case", ["qwen3", "llama-biases"])
+@pytest.mark.parametrize(
+    ("case", "ranks"),  # four ranks: more than key and value heads
+    [("qwen3", 2), ("qwen3", 4), ("llama-biases", 2), ("llama-biases", 4), ("qwen3_moe", 2)],
+)
 def test_ranks_share_a_model(case: str, ranks: int, folders: Callable[[str], Path]) -> None:
     folder = folders(case)
     alone, checkpoint = logits(load(folder)), stored(folder)

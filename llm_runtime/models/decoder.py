@@ -10,6 +10,7 @@ import torch
 from llm_runtime.layers.attention import AttentionProjections
 from llm_runtime.layers.embedding import VocabularyEmbedding, VocabularyHead
 from llm_runtime.layers.mlp import GatedMLP
+from llm_runtime.layers.moe import ExpertParts, SparseMLP
 from llm_runtime.layers.norm import RMSNorm
 from llm_runtime.layers.rotary import RotaryEmbedding
 from llm_runtime.models.base import Attention, CausalLM, ModelConfig, OneRank, TensorParallel
@@ -18,12 +19,14 @@ from llm_runtime.models.weights import PlacedWeights, SharedWeights
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What families differ in: which linear layers have a bias, and whether queries and keys are normed by head."""
+    """What families differ in: which linear layers have a bias, whether queries and keys are normed by head, and
+    whether some layers have experts."""
 
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertParts | None = None
 
 
 class DecoderLayer(torch.nn.Module):
@@ -44,7 +47,11 @@ class DecoderLayer(torch.nn.Module):
             tensor_parallel=tensor_parallel,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype)
-        self.mlp = GatedMLP(config, bias=parts.mlp_bias, tensor_parallel=tensor_parallel)
+        self.mlp: GatedMLP | SparseMLP
+        if parts.experts is not None and layer in parts.experts.layers:
+            self.mlp = SparseMLP(config, parts.experts, tensor_parallel=tensor_parallel)
+        else:
+            self.mlp = GatedMLP(config, bias=parts.mlp_bias, tensor_parallel=tensor_parallel)
 
     def forward(
         self,

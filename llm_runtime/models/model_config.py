@@ -33,18 +33,18 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     if not architectures:
         raise _bad_config("names no architecture", "architectures", None)
     _refuse_unsupported(raw)
-    heads, hidden = _whole_number(raw, "num_attention_heads"), _whole_number(raw, "hidden_size")
+    heads, hidden = whole_number(raw, "num_attention_heads"), whole_number(raw, "hidden_size")
     theta, scaling = _rope(raw)
     return ModelConfig(
         architecture=str(architectures[0]),
-        vocab_size=_whole_number(raw, "vocab_size"),
+        vocab_size=whole_number(raw, "vocab_size"),
         hidden_size=hidden,
-        num_hidden_layers=_whole_number(raw, "num_hidden_layers"),
+        num_hidden_layers=whole_number(raw, "num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_whole_number(raw, "num_key_value_heads", heads),
-        head_dim=_whole_number(raw, "head_dim", hidden // heads),
-        intermediate_size=_whole_number(raw, "intermediate_size"),
-        max_position_embeddings=_whole_number(raw, "max_position_embeddings"),
+        num_key_value_heads=whole_number(raw, "num_key_value_heads", heads),
+        head_dim=whole_number(raw, "head_dim", hidden // heads),
+        intermediate_size=whole_number(raw, "intermediate_size"),
+        max_position_embeddings=whole_number(raw, "max_position_embeddings"),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -91,7 +91,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _whole_number(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def whole_number(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A field of `config.json`, or the default if it is absent.
+
+    Raises:
+        InvalidRequestError: it is no positive whole number.
+    """
     value = raw.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
