@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import Service
+from typer.testing import CliRunner
 
 from engine_control.errors import InvalidRequestError
+from llm_runtime.cli import app
 from llm_runtime.client import LLMClient, generated
 from llm_runtime.llm import LLM
 from llm_runtime.output import FinishReason, GenerateOutput
@@ -431,3 +433,29 @@ def test_a_body_that_is_too_long_is_refused_in_the_same_form(llm_service: Servic
     reply = connection.getresponse()
     assert (reply.status, json.loads(reply.read())["error"]["type"]) == (413, "payload_too_large")
     connection.close()
+
+
+def test_the_command_line_says_the_same_of_a_service_and_of_a_model_of_its_own(
+    llm_service: Service, tiny_llm_folder: Path
+) -> None:
+    command = [
+        "generate",
+        "hi",
+        "x",
+        "-n",
+        "2",
+        "--seed",
+        "3",
+        "--temperature",
+        "1",
+        "--max-new-tokens",
+        "5",
+        "--logprobs",
+    ]
+    asked = CliRunner().invoke(app, [*command, "--url", llm_service.base_url])
+    assert asked.exit_code == 0, asked.output
+    assert asked.output.count("5 tokens, length, log-prob -") == 4
+    assert CliRunner().invoke(app, [*command, "--model", str(tiny_llm_folder)]).output == asked.output
+    refused = CliRunner().invoke(app, ["generate", "hi", "--model", "/nowhere"])
+    assert (refused.exit_code, "what to do" in refused.output) == (2, True)
+    assert CliRunner().invoke(app, ["serve", "one", "--model-path", "two"]).exit_code == 2
