@@ -78,6 +78,9 @@ class RankEngine(Protocol):
     def flush_caches(self, modules: Sequence[str] | None) -> None:
         """Drops what was computed from those modules' weights and kept for later requests; None: all of them."""
 
+    def drop_graphs(self) -> None:
+        """Afterwards CUDA graphs are captured anew before they are used."""
+
     def synchronize(self) -> None:
         """Returns when the device has finished all that was launched."""
 
@@ -203,13 +206,17 @@ class RankControl:
                 digests = {f"{m}.{name}": digest for (m, name), digest in came.items()}
         return {"digest": combined_digest(digests), "touched": session.touched, "tensors": len(session.sent)}
 
-    def _commit(self, flush: bool) -> None:
+    def _commit(self, flush: bool, empty_cache: bool = False, recapture: bool = False) -> None:
         session, touched = self._open(), self._open().touched
         session.commit()
         self._merges.commit()
         self._session = None
         self._engine.synchronize()
         self._engine.flush_caches(None if flush else touched)
+        if recapture:
+            self._engine.drop_graphs()
+        if empty_cache and self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _undo(self) -> None:
         session, self._session = self._open(), None

@@ -36,6 +36,30 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
+@dataclass(frozen=True)
+class CommitOptions:
+    """What else is done when new weights are committed.
+
+    empty_cache: torch's allocator gives back what it keeps. recapture: CUDA graphs are captured anew. keep_pause:
+    generation stays paused until it is continued, in place if nothing else had paused it. token_step: the trainer's
+    step, kept in the history.
+    """
+
+    empty_cache: bool = False
+    recapture: bool = False
+    keep_pause: bool = False
+    token_step: int | None = None
+
+    def __or__(self, other: CommitOptions) -> CommitOptions:
+        """Both together; of two steps the other's."""
+        return CommitOptions(
+            self.empty_cache or other.empty_cache,
+            self.recapture or other.recapture,
+            self.keep_pause or other.keep_pause,
+            self.token_step if other.token_step is None else other.token_step,
+        )
+
+
 @dataclass
 class OpenSession:
     """The weight-update session that is open.
@@ -53,6 +77,7 @@ class OpenSession:
     manifest: Mapping[str, Any] | None = None
     weight_version: str | None = None
     flush: bool = False
+    after: CommitOptions = CommitOptions()
     spoiled: str | None = None
 
 

@@ -168,6 +168,7 @@ SESSIONS: dict[str, list[tuple[str, str, Any, list[Call]]]] = {
                         "transport": "disk",
                         "info": {"model_path": "/w/8", "load_format": None, "target_modules": None},
                         "weight_version": "8",
+                        "token_step": 0,
                     },
                 )
             ],

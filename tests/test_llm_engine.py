@@ -227,6 +227,35 @@ class TestWeights:
         assert found.cached_tokens == 0
         llm.engine.check_integrity()
 
+    def test_a_disk_update_does_what_its_fields_say(self, folder: Path, tmp_path: Path) -> None:
+        other = make_tiny_llm(tmp_path / "other", seed=1)
+        llm = LLM(config=_config(folder))
+        answer = llm._loop.submit("0", _request(1))
+        steps, updates = iter(range(1000)), []
+        fields = {"is_async": True, "keep_pause": True, "token_step": 41, "recapture_cuda_graph": True}
+
+        def refit() -> None:
+            if next(steps) == 4:
+                info = {"model_path": str(other)}
+                update = {
+                    "transport": "disk",
+                    "info": info,
+                    "weight_version": "v2",
+                    "torch_empty_cache": True,
+                    **fields,
+                }
+                updates.append(llm._loop.call("update_weights", update))
+
+        llm._loop.run_until_idle(refit)
+        assert updates[0].result()["num_paused_requests"] == 0
+        assert not answer.done()  # it came between two steps, and generation stayed paused
+        assert llm.control_state()["paused"] == "in_place"
+        assert llm.control_command("weight_info")["history"][-1]["token_step"] == 41
+        again = llm.update_weights_from_disk(str(folder), weight_version="v3")
+        assert again["num_paused_requests"] == 1
+        llm.continue_generation()
+        assert [span.version for span in answer.result().weight_versions] == ["default", "v3"]
+
 
 class TestStopping:
     def test_at_an_end_token_a_stop_token_and_a_stop_string(self, folder: Path) -> None:

@@ -52,10 +52,10 @@ class RankWeights:
             parameters = {n for owner in self.target.default_modules("all") for n in self._parameters(owner)}
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
             self.memory.on_release("kv_cache", self._prompts.clear)  # all that is kept between requests
-            self.memory.on_release("cuda_graph", self._drop_graphs)
+            self.memory.on_release("cuda_graph", self.drop_graphs)
             self.memory.on_release("weights", self.adapters.forget_graphs)  # one that was loaded since may be moved
             if not mechanism.keeps_addresses:
-                self.memory.on_release("weights", self._drop_graphs)
+                self.memory.on_release("weights", self.drop_graphs)
             for offload in self._offloads:
                 self.memory.on_release("weights", offload.give_device_memory_back)
 
@@ -90,7 +90,7 @@ class RankWeights:
 
         return local_tensor(tensor)
 
-    def _drop_graphs(self) -> None:
+    def drop_graphs(self) -> None:
         if isinstance(self._family.runner, CudaGraphs):
             self._family.runner.clear()
 

@@ -21,7 +21,7 @@ from engine_control.errors import (
 from engine_control.rank import Outcome, RankCommand, first_error, values_of
 from engine_control.refit.manifest import read_manifest
 from engine_control.refit.target import RefitTarget
-from engine_control.state import SUCCESS, ControlState, OpenSession
+from engine_control.state import SUCCESS, CommitOptions, ControlState, OpenSession, PauseMode
 from engine_control.step_loop import Pending, StepLoop
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class WeightUpdate:
     modules: tuple[str, ...]
     tensors: int
     digest: str
+    token_step: int | None = None
 
 
 class RefitConductor:
@@ -111,9 +112,17 @@ class RefitConductor:
         weight_version: str | None = None,
         flush_cache: bool = True,
         abort_all_requests: bool = False,
+        is_async: bool = False,
+        keep_pause: bool = False,
+        torch_empty_cache: bool = False,
+        recapture_cuda_graph: bool = False,
+        token_step: int | None = None,
     ) -> object:
         """Applies one call's tensors within the open session. Without one, disk updates (and with implicit sessions
         every update) are a session of their own: complete for disk, by default partial for the others.
+
+        A call that is a session of its own waits for what is in flight, unless it `is_async`: then it comes between two
+        steps. The other options are those of `state.CommitOptions`.
 
         With `weight_update_mode` `lora_merge` in `info` the tensors are pairs of factors (`refit.lora`), merged onto
         the base of each layer that they name. A session of nothing else is complete; other layers stay as they are.
@@ -123,6 +132,7 @@ class RefitConductor:
             RefitRefusedError: a tensor can't be taken; nothing of this call was applied.
         """
         call = {"transport": transport, "info": dict(info)}
+        after = CommitOptions(torch_empty_cache, recapture_cuda_graph, keep_pause, token_step)
         if self._state.session is None:
             if transport != "disk" and not self._implicit:
                 raise WeightSessionError(
@@ -133,14 +143,18 @@ class RefitConductor:
                 selector,
                 target_modules=target_modules,
                 partial=transport != "disk" if partial is None else partial,
+                in_place=is_async,
                 abort_all_requests=abort_all_requests,
             )
 
             def rest(_: object) -> object:
+                self._owned(None).after = after
                 return self._whole("update", call, weight_version=weight_version, flush=flush_cache)
 
             return _then(begun, rest)
-        return self._within(session_id, "update", call, weight_version=weight_version, flush=flush_cache)
+        answer = self._within(session_id, "update", call, weight_version=weight_version, flush=flush_cache)
+        self._owned(session_id).after |= after
+        return answer
 
     def unmerge_lora(
         self,
@@ -299,7 +313,10 @@ class RefitConductor:
         return self._committed(verified)
 
     def _commit(self, *, flush: bool) -> None:
-        outcomes = self._ask("commit", flush=flush)
+        session = self._state.session
+        assert session is not None
+        after = session.after
+        outcomes = self._ask("commit", flush=flush, empty_cache=after.empty_cache, recapture=after.recapture)
         if first_error(outcomes) is None:
             return
         everywhere = all(outcome.error is not None for outcome in outcomes)
@@ -316,9 +333,15 @@ class RefitConductor:
         self._state.mend(touched)
         self.count += 1
         version = self._engine.weight_version
-        self.history.append(WeightUpdate(self.count, version, touched, verified["tensors"], verified["digest"]))
+        after = session.after
+        self.history.append(
+            WeightUpdate(self.count, version, touched, verified["tensors"], verified["digest"], after.token_step)
+        )
+        paused = len(self._engine.request_ids()) if self._state.pause is not None else 0
+        if after.keep_pause and self._state.pause is None:
+            self._state.pause = PauseMode.IN_PLACE
         self._close(None)
-        return {**SUCCESS, "weight_version": version, "digest": verified["digest"]}
+        return {**SUCCESS, "weight_version": version, "digest": verified["digest"], "num_paused_requests": paused}
 
     def _abort(self, reason: str) -> None:
         """Undoes the open session on every rank, and closes it."""

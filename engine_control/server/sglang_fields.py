@@ -137,11 +137,29 @@ class UpdateWeightsFromDistributed(UpdateWeights, frozen=True, kw_only=True):
 
 
 class UpdateWeightsFromDisk(UpdateWeights, frozen=True, kw_only=True):
-    """Weights from a folder that the server can read. Needs no session."""
+    """Weights from a folder that the server can read. Needs no session.
+
+    is_async: between two steps of what is in flight, instead of after it. keep_pause: generation stays paused until it
+    is continued. torch_empty_cache: torch's allocator gives back what it keeps. recapture_cuda_graph: graphs are
+    captured anew. token_step: the trainer's step, kept in the history that /weight_info shows.
+    """
 
     transport = "disk"
+    SHARED: ClassVar[tuple[str, ...]] = (
+        *UpdateWeights.SHARED,
+        "is_async",
+        "keep_pause",
+        "torch_empty_cache",
+        "recapture_cuda_graph",
+        "token_step",
+    )
     model_path: str
     load_format: str | None = None
+    is_async: bool | None = None
+    keep_pause: bool | None = None
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: int | None = None
 
 
 class UpdateWeightsFromIpc(UpdateWeights, frozen=True, kw_only=True):

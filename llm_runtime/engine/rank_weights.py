@@ -41,7 +41,7 @@ class RankWeights:
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
             self.memory.hold("kv_cache", self._caches, scratch=True)
             self.memory.on_release("kv_cache", self._forget_kv)
-            self.memory.on_release("cuda_graph", lambda: None)
+            self.memory.on_release("cuda_graph", self.drop_graphs)
 
     @property
     def target(self) -> RefitTarget:
@@ -50,6 +50,9 @@ class RankWeights:
     def flush_caches(self, modules: Sequence[str] | None) -> None:
         """Keys and values come from the weights: whatever of them changed, none of them serves another sequence."""
         self._forget_prefixes()
+
+    def drop_graphs(self) -> None:
+        """As `RankEngine`. Nothing is captured yet."""
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
