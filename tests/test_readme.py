@@ -31,6 +31,11 @@ def test_the_python_example_runs() -> None:
     exec(compile(example("python"), "README.md", "exec"), {})
 
 
+def test_the_language_models_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(example("llm"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
 def test_the_http_example_runs(embedded_service: str, capsys: pytest.CaptureFixture[str]) -> None:
     source = example("http").replace("http://127.0.0.1:30000", embedded_service)
     exec(compile(source, "README.md", "exec"), {})
@@ -56,7 +61,7 @@ def test_every_room_that_the_readme_shows_exists() -> None:
     chapter = README.split("## How it is built")[1].split("\n## ")[0]
     drawn = set(re.findall(r"[\w/]+\.py", chapter))
     assert len(drawn) > 20
-    files = [path for package in ("diffusion_rl", "engine_control") for path in (ROOT / package).rglob("*.py")]
+    files = [path for package in ("diffusion_rl", "engine_control", "llm_runtime") for path in (ROOT / package).rglob("*.py")]
     for name in drawn:
         assert any(str(path).endswith(f"/{name}") for path in files), name
 
