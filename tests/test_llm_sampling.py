@@ -122,7 +122,7 @@ def test_a_draw_depends_on_nothing_beside_it(
 def test_draws_follow_the_softmax() -> None:
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     draws = 40_000
-    noisy = row.log_softmax(-1).double() + gumbel(range(draws), [3] * draws, 5, device=CPU)
+    noisy = row.log_softmax(-1) + gumbel(range(draws), [3] * draws, 5, device=CPU)
     counts = torch.bincount(noisy.argmax(-1), minlength=5).double()
     expected = row.double().softmax(-1) * draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # chi-square, 4 degrees of freedom, p = 0.001
@@ -135,6 +135,21 @@ def test_noise_has_gumbels_mean_and_no_two_keys_share_it() -> None:
     correlations = torch.corrcoef(noise) - torch.eye(5)
     assert float(correlations.abs().max()) < 0.03
     assert torch.equal(noise[:, :7], gumbel([0, 0, 1, 2**32, 2**63 - 1], [0, 1, 0, 0, 0], 7, device=CPU))
+
+
+@pytest.mark.parametrize("vocab", [5, 320, 1001, 40_003])
+def test_a_rows_noise_is_its_own_on_any_number_of_threads(vocab: int) -> None:
+    seeds, positions = list(range(37)), [3 * i for i in range(37)]
+    whole = gumbel(seeds, positions, vocab, device=CPU)
+    assert whole.isfinite().all()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (slice(0, 1), slice(4, 9), slice(0, 37)):
+                assert torch.equal(gumbel(seeds[rows], positions[rows], vocab, device=CPU), whole[rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("row", [torch.full((VOCAB,), math.nan), torch.tensor([math.inf] + [0.0] * (VOCAB - 1))])

@@ -17,6 +17,7 @@ from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ForwardBatch, ModelRunner
 from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Verdict, certify, record
+from rl_kernels.certify_paged import certify_paged_attention
 from rl_kernels.mode import LIBRARY
 
 logger = logging.getLogger(__name__)
@@ -86,13 +87,28 @@ def certify_model(runner: ModelRunner) -> Certificate:
     try:
         recorded = record(lambda: _in_exact_mode(runner))
         certificate = certify(recorded, runner.device)
+        verdicts: tuple[Verdict, ...] = (*certificate.verdicts, _attention(runner))
+        certificate = Certificate(certificate.device, verdicts, certificate.choices)
         if not certificate.exact:
             return certificate
         runner.choices = certificate.choices
-        verdicts = (*certificate.verdicts, _whole_model(runner))
+        verdicts = (*verdicts, _whole_model(runner))
         return Certificate(certificate.device, verdicts, certificate.choices)
     finally:
         runner.choices, runner.cache = before, cache
+
+
+def _attention(runner: ModelRunner) -> Verdict:
+    """This rank's heads over pages: in prefill, chunks and decode."""
+    config = runner.model.config
+    return certify_paged_attention(
+        runner.device,
+        heads=config.num_attention_heads // runner.model.tensor_parallel.size,
+        kv_heads=runner.model.local_kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        page_size=runner.cache.page_size,
+    )
 
 
 def _in_exact_mode(runner: ModelRunner) -> None:

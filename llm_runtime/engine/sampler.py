@@ -20,6 +20,9 @@ from rl_kernels.log_softmax_gather import row_log_softmax
 
 MASK = 0xFFFFFFFF
 EXCLUDED = float("-inf")
+BELOW_ONE = 1 - 2.0**-24  # the largest fp32 number that is
+VECTOR = 64  # numbers; more than any CPU computes at once
+ONE_THREADS = 32_768  # numbers that torch leaves to one thread
 
 
 class Drawing(Protocol):
@@ -59,7 +62,8 @@ class Drawn:
 def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
     """The next token of each sequence from its row of `logits` `[B, V]` (fp32), which may be overwritten."""
     for row, sequence in enumerate(sequences):
-        adjust(logits[row], sequence)
+        if adjusts(sequence.request.sampling):
+            adjust(logits[row], sequence)
     log_probs = row_log_softmax(tempered(logits, [s.request.sampling for s in sequences]))
     scores = log_probs
     limited = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy and limits(s.request.sampling)]
@@ -71,9 +75,11 @@ def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
     if drawn:
         seeds = [sequences[row].request.seed for row in drawn]
         positions = [len(sequences[row].tokens) for row in drawn]
-        noisy = scores[drawn].double() + gumbel(seeds, positions, logits.shape[-1], device=logits.device)
+        noise = gumbel(seeds, positions, logits.shape[-1], device=logits.device)
+        if len(drawn) == len(sequences):
+            return Drawn((scores + noise).argmax(-1).tolist(), log_probs)
         best = scores.argmax(-1)
-        best[drawn] = noisy.argmax(-1)
+        best[drawn] = (scores[drawn] + noise).argmax(-1)
         return Drawn(best.tolist(), log_probs)
     return Drawn(scores.argmax(-1).tolist(), log_probs)
 
@@ -84,6 +90,12 @@ def tempered(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor
     if all(t == 1.0 for t in temperatures):
         return logits
     return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether `adjust` may do anything."""
+    plain = params.repetition_penalty == 1.0 and not (params.frequency_penalty or params.presence_penalty)
+    return not plain or bool(params.logit_bias) or params.min_new_tokens > 0
 
 
 def adjust(logits: torch.Tensor, sequence: Drawing) -> None:
@@ -132,18 +144,26 @@ def restrict(log_probs: torch.Tensor, params: SamplingParams) -> None:
 
 
 def gumbel(seeds: Rows[int], positions: Rows[int], vocab_size: int, *, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise `[B, vocab_size]` (fp64): element (b, v) is a function of (seeds[b], positions[b], v).
+    """Standard Gumbel noise `[B, vocab_size]` (fp32): element (b, v) is a function of (seeds[b], positions[b], v).
 
     A 64-bit key is mixed from seed and position (splitmix64, Steele et al., 2014); its halves key two rounds of
-    murmur3's 32-bit finaliser over the token.
+    murmur3's 32-bit finaliser over the token. On a CPU rows are padded to whole vectors and computed in pieces that one
+    thread takes, or of one row: at the ends of what a thread computes, the library's logarithm has other bits.
     """
     keys = [_mixed(_mixed(seed & (2**64 - 1)) ^ position) for seed, position in zip(seeds, positions, strict=True)]
     low = torch.tensor([key & MASK for key in keys], dtype=torch.int64, device=device)[:, None]
     high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
-    tokens = torch.arange(vocab_size, dtype=torch.int64, device=device)
-    bits = _finalised(_finalised((tokens * 0x9E3779B1 & MASK) ^ low) ^ high)
-    uniform = (bits.double() + 0.5) * 2.0**-32  # in (0, 1), never at an end
-    return -torch.log(-torch.log(uniform))
+    width = -(-vocab_size // VECTOR) * VECTOR
+    tokens = torch.arange(width, dtype=torch.int64, device=device) * 0x9E3779B1 & MASK
+    rows = len(keys) if device.type != "cpu" else max(ONE_THREADS // width, 1)
+    found = [_noise(tokens, low[i : i + rows], high[i : i + rows]) for i in range(0, len(keys), rows)]
+    return (found[0] if len(found) == 1 else torch.cat(found))[:, :vocab_size]
+
+
+def _noise(tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Of u in (0, 1) this is -log(-log(1 - u)): small u, which make large noise, have their full precision in fp32."""
+    uniform = _finalised(_finalised(tokens ^ low) ^ high).add_(1).float().mul_(2.0**-32).clamp_max_(BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
