@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import Service
+from tiny_llms import TURN_END
 from typer.testing import CliRunner
 
 from engine_control.errors import InvalidRequestError
@@ -325,7 +326,8 @@ def test_a_refit_shows_in_every_reply_and_leaves_the_models_name(
         assert client.model_info()["served_model_name"] == "tiny-llm"
         info = generate(llm_service, text="a", sampling_params=GREEDY)["meta_info"]
         assert (info["weight_version"], info["weight_versions"]) == ("7", [{"version": "7", "start": 0, "end": 12}])
-        [choice] = llm_service.http.post("/inference/v1/generate", json={"token_ids": [1]}).json()["choices"]
+        body = {"token_ids": [1], "sampling_params": {"ignore_eos": True}}
+        [choice] = llm_service.http.post("/inference/v1/generate", json=body).json()["choices"]
         assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 16}]
     finally:
         client.update_weight_version("default")
@@ -395,6 +397,14 @@ def test_tokens_in_and_out_as_vllm_has_them(llm_service: Service) -> None:
     first, second, _ = reply["prompt_logprobs"]
     assert first is None
     assert second["6"]["logprob"] == native["meta_info"]["input_token_logprobs"][1][0]
+    last = native["output_ids"][-1]
+    for sampling, reason in (
+        ({"stop_token_ids": [last]}, last),
+        ({"logit_bias": {str(TURN_END): 1000}}, None),  # the model's own end is nothing that was asked for
+    ):
+        body["sampling_params"] = {"temperature": 0, **sampling}
+        [choice] = llm_service.http.post("/inference/v1/generate", json=body).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
     for bad in ({"bad_words": ["x"]}, {"max_tokens": "5"}):
         refused = llm_service.http.post("/inference/v1/generate", json={**body, "sampling_params": bad})
         assert refused.status_code == 400, bad
@@ -454,7 +464,7 @@ def test_the_command_line_says_the_same_of_a_service_and_of_a_model_of_its_own(
     ]
     asked = CliRunner().invoke(app, [*command, "--url", llm_service.base_url])
     assert asked.exit_code == 0, asked.output
-    assert asked.output.count("5 tokens, length, log-prob -") == 4
+    assert asked.output.count(" tokens, ") == asked.output.count(", log-prob -") == 4
     assert CliRunner().invoke(app, [*command, "--model", str(tiny_llm_folder)]).output == asked.output
     refused = CliRunner().invoke(app, ["generate", "hi", "--model", "/nowhere"])
     assert (refused.exit_code, "what to do" in refused.output) == (2, True)

@@ -62,9 +62,7 @@ def test_an_echo_scores_the_prompt(openai: OpenAI, llm_service: Service) -> None
         logprob_start_len=0,
     )
     for max_tokens in (0, 2):
-        reply = openai.completions.create(
-            model=MODEL, prompt="abc", echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
-        )
+        reply = openai.completions.create(prompt="abc", echo=True, logprobs=1, **{**GREEDY, "max_tokens": max_tokens})
         choice = reply.choices[0]
         assert choice.text.startswith("abc")
         assert choice.logprobs is not None

@@ -56,7 +56,10 @@ def test_a_router_finds_its_workers_and_goes_on_when_one_is_gone(
                 assert row["meta_info"]["output_token_logprobs"] == alone["meta_info"]["output_token_logprobs"]
             assert http.post("/generate", json={**BODY, "stream": True}).text.endswith("data: [DONE]\n\n")
             chat = {"model": "tiny-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-            assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["finish_reason"] == "length"
+            assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["finish_reason"] in (
+                "length",
+                "stop",
+            )
             for path in ("/health", "/v1/models", "/get_model_info", "/get_loads"):
                 assert http.get(path).status_code == 200, path
             assert http.post("/flush_cache").json()["workers_flushed"] == 2
