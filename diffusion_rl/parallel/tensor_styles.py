@@ -8,6 +8,7 @@ torch's default group in the same process.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -24,6 +25,7 @@ from diffusion_rl.parallel.tensor import (
     matches,
     sum_gradient,
 )
+from engine_control.errors import InvalidRequestError
 
 
 class _Columns(ColwiseParallel):
@@ -58,7 +60,7 @@ def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorP
         InvalidRequestError: a width can't be dealt out evenly; nothing has changed.
     """
     plan.check(transformer, ranks.size)
-    mesh = DeviceMesh("cpu", list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
+    mesh = _mesh("cpu", ranks)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message="DTensor random operators")  # nobody draws from these
         for name, module in list(transformer.named_modules()):
@@ -76,9 +78,21 @@ def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorP
             _share_heads(module, ranks)
 
 
+def _mesh(device_type: str, ranks: TensorParallel) -> DeviceMesh:
+    """The ranks in their order, on devices of that type."""
+    if "_rank" not in inspect.signature(DeviceMesh.__init__).parameters:
+        raise InvalidRequestError(
+            f"torch {torch.__version__} has no meshes without process groups of torch's own",
+            field="tp_size",
+            value=ranks.size,
+            hint="Install torch 2.11 or later.",
+        )
+    return DeviceMesh(device_type, list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
+
+
 def _settled(module: Any, kind: type[torch.nn.Linear], ranks: TensorParallel, device: torch.device) -> torch.nn.Module:
     """The layer on its device, with local parts in memory of their own, and with its forward."""
-    mesh = DeviceMesh(device.type, list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
+    mesh = _mesh(device.type, ranks)
     for name, parameter in list(module.named_parameters()):
         local = parameter.to_local().detach().to(device, copy=True)
         placed = DTensor.from_local(
