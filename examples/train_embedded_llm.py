@@ -58,7 +58,7 @@ class Settings(Architecture):
     out: str = "llm_runtime/assets/arithmetic-qwen3"
     results: str = "examples/embedded_llm/results.json"
     seed: int = 0
-    threads: int = 2
+    threads: int = 1  # another number rounds otherwise, and makes another model
     steps: int = 6000
     batch_size: int = 16  # rows, each a conversation
     row_length: int = 128  # tokens
