@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine_control.errors import EngineError
+from llm_runtime.engine.batches import ForwardBatch, joined
 from llm_runtime.engine.kv_cache import KVCache
-from llm_runtime.engine.model_runner import ForwardBatch, ModelRunner
+from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Verdict, certify, record
 from rl_kernels.certify_paged import certify_paged_attention
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (37, 5, 90, 1)  # of the sequences that the whole model is tried with, in tokens
 CHUNKS = (1, 16, 7, 29)  # how the first of them is cut, besides token by token
+GRAPHED = (1, 3, 4)  # how many of them decode together, for graphs: one of these is padded
 TRIED = ("chosen operations",)
 
 
@@ -52,8 +54,9 @@ class Exactness:
         }
 
 
-def make_exact(runner: ModelRunner, wanted: str) -> Exactness:
-    """Certifies the model on its device and sets how the runner computes.
+def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Exactness:
+    """Certifies the model on its device and sets how the runner computes: on a GPU, by replaying graphs for up to
+    `graphs_up_to` sequences, unless a replay has other bits than what was captured.
 
     wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are.
 
@@ -66,7 +69,7 @@ def make_exact(runner: ModelRunner, wanted: str) -> Exactness:
     certificate = certify_model(runner)
     if certificate.exact:
         runner.choices = certificate.choices
-        return Exactness(True, certificate)
+        return Exactness(True, _with_graphs(runner, certificate, graphs_up_to))
     refused = "; ".join(certificate.refused)
     if wanted == "on":
         raise NotExactError(
@@ -78,6 +81,35 @@ def make_exact(runner: ModelRunner, wanted: str) -> Exactness:
     logger.warning("a token's bits may depend on its batch on %s, because of: %s", certificate.device, refused)
     runner.choices = LIBRARY
     return Exactness(False, certificate)
+
+
+def _with_graphs(runner: ModelRunner, certificate: Certificate, up_to: int) -> Certificate:
+    """Turns graphs on where they can be, and keep their bits; with a verdict that says so."""
+    if runner.device.type != "cuda" or up_to < 1 or runner.model.tensor_parallel.size > 1:
+        return certificate
+    cache, runner.cache = runner.cache, _small_cache(runner)
+    try:
+        wanted = [_logits(runner, _last_tokens(runner, count)) for count in GRAPHED]
+        runner.use_graphs(up_to)
+        found = [_logits(runner, _last_tokens(runner, count)) for count in GRAPHED]
+    finally:
+        runner.cache, runner.graphs = cache, None
+    wrong = [n for n, a, b in zip(GRAPHED, found, wanted, strict=True) if not torch.equal(a, b)]
+    if not wrong:
+        runner.use_graphs(up_to)
+    verdict = Verdict(
+        f"CUDA graphs of {type(runner.model).__name__}",
+        "eager" if wrong else "graphs",
+        ("graphs", "eager"),
+        f"graphs: {wrong[0]} sequences" if wrong else None,
+    )
+    return Certificate(certificate.device, (*certificate.verdicts, verdict), certificate.choices)
+
+
+def _last_tokens(runner: ModelRunner, count: int) -> ForwardBatch:
+    """The last token of the first `count` of the probe's sequences, decoded together; their prompts are computed."""
+    runner.forward(_whole(runner, LENGTHS))
+    return joined([_part(runner, index, length - 1, length) for index, length in enumerate(LENGTHS[:count])])
 
 
 def certify_model(runner: ModelRunner) -> Certificate:
@@ -161,18 +193,7 @@ def _pages(length: int, page_size: int) -> int:
 
 
 def _whole(runner: ModelRunner, lengths: tuple[int, ...], *, only: int | None = None) -> ForwardBatch:
-    parts = [_part(runner, index, 0, length) for index, length in enumerate(lengths) if only is None or index == only]
-    rows = sum(len(part.input_ids) for part in parts)
-    return ForwardBatch(
-        [t for part in parts for t in part.input_ids],
-        [p for part in parts for p in part.positions],
-        [s for part in parts for s in part.slots],
-        [table for part in parts for table in part.page_tables],
-        [n for part in parts for n in part.query_lengths],
-        [n for part in parts for n in part.context_lengths],
-        list(range(rows)),
-        [],
-    )
+    return joined([_part(runner, i, 0, length) for i, length in enumerate(lengths) if only is None or i == only])
 
 
 def _part(runner: ModelRunner, index: int, start: int, end: int) -> ForwardBatch:

@@ -28,7 +28,7 @@ from llm_runtime.engine.scheduler import Chunk, Scheduler
 from llm_runtime.engine.scoring import StepPlan, note_drawn, note_scored, plan_step
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.engine.speculation import Ahead
-from llm_runtime.engine.startup import load_draft, make_drafter, make_runner, pages_for
+from llm_runtime.engine.startup import graphs_up_to, load_draft, make_drafter, make_runner, pages_for
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder
 from llm_runtime.output import FinishReason, GenerateOutput
@@ -102,7 +102,9 @@ class LLMEngine:
         self.ranks: Ranks = ranks or NoRanks()
         pages = self.ranks.agree_on_pages(pages_for(model, self.config, draft=draft))
         self.runner = make_runner(model, self.config, pages)
-        self.exactness: Exactness = make_exact(self.runner, self.config.deterministic)
+        self.exactness: Exactness = make_exact(
+            self.runner, self.config.deterministic, graphs_up_to=graphs_up_to(self.config)
+        )
         self.ranks.complete(exact=self.exactness.enabled)
         drafter = None if draft is None else make_drafter(draft, self.runner, self.config, exact=self.exactness.enabled)
         self._pool = PagePool(pages)

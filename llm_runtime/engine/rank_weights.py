@@ -35,13 +35,17 @@ class RankWeights:
         targets = {name: own.model.refit_target() for name, own in self._runners.items()}
         self._target = targets[MODULE] if draft is None else TargetAndDraft(targets[MODULE], targets[DRAFT])
         named = "host" if config.memory_saver == "auto" else config.memory_saver
-        self.memory = MemorySaver(mechanisms.get(named)(runner.device), pinned=runner.device.type == "cuda")
+        mechanism = mechanisms.get(named)(runner.device)
+        self.memory = MemorySaver(mechanism, pinned=runner.device.type == "cuda")
         if config.control.enable_memory_saver:
             parameters = {f"{m}.{name}" for m, own in self._runners.items() for name, _ in own.model.named_parameters()}
             self.memory.hold("weights", self._tensors, discardable=parameters.__contains__)
             self.memory.hold("kv_cache", self._caches, scratch=True)
             self.memory.on_release("kv_cache", self._forget_kv)
             self.memory.on_release("cuda_graph", self.drop_graphs)
+            if not mechanism.keeps_addresses:
+                for tag in ("weights", "kv_cache"):
+                    self.memory.on_release(tag, self.drop_graphs)
 
     @property
     def target(self) -> RefitTarget:
@@ -52,7 +56,9 @@ class RankWeights:
         self._forget_prefixes()
 
     def drop_graphs(self) -> None:
-        """As `RankEngine`. Nothing is captured yet."""
+        for own in self._runners.values():
+            if own.graphs is not None:
+                own.graphs.clear()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

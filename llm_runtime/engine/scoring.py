@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm_runtime.engine.model_runner import ForwardBatch, Span, batch_of
+from llm_runtime.engine.batches import ForwardBatch, Span, batch_of
 from llm_runtime.engine.sampler import Drawn, likeliest, tempered
 from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.engine.sequence import Sequence

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm_runtime.engine.model_runner import ModelRunner, Span, batch_of
+from llm_runtime.engine.batches import Span, batch_of
+from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.engine.sampler import draw
 from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.engine.sequence import Sequence

@@ -15,6 +15,7 @@ from llm_runtime.engine.speculation import Drafter
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
 
+LARGEST_GRAPH = 512  # sequences; larger batches keep a GPU busy without
 CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
 
 
@@ -61,7 +62,7 @@ def make_drafter(draft: CausalLM, target: ModelRunner, config: LLMConfig, *, exa
             hint="See deterministic in /server_info, or leave the draft model away.",
         )
     runner = make_runner(draft, config, target.cache.num_pages)
-    make_exact(runner, config.deterministic)
+    make_exact(runner, config.deterministic, graphs_up_to=graphs_up_to(config))
     return Drafter(runner, config.speculative_num_steps)
 
 
@@ -94,6 +95,11 @@ def bytes_per_page(model: CausalLM, page_size: int) -> int:
     """Of this rank's keys and values."""
     config = model.config
     return 2 * config.num_hidden_layers * page_size * model.local_kv_heads * config.head_dim * config.dtype.itemsize
+
+
+def graphs_up_to(config: LLMConfig) -> int:
+    """How many sequences decode by a CUDA graph; 0: none."""
+    return min(config.max_running_requests, LARGEST_GRAPH) if config.cuda_graphs else 0
 
 
 def make_runner(model: CausalLM, config: LLMConfig, pages: int) -> ModelRunner:
