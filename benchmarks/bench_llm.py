@@ -1,0 +1,194 @@
+"""How fast does the LLM runtime generate: against transformers, against its own inexact mode, and at its limits?
+
+    python -m benchmarks.bench_llm                                        # the embedded model, on this machine's device
+    python -m benchmarks.bench_llm --shape qwen3-0.6b --workload nano     # random weights; for a GPU
+
+`batch` is `--batch` prompts of equal length with as many new tokens each, log-probs returned: one round of each arm in
+turn. transformers' own `generate` (its default cache, sampling, scores kept) does the same work, on the same threads.
+`nano` is nano-vllm's public workload: `--requests` prompts of random length in 100..1024 with outputs in 100..1024,
+seed 0, all at once. `single` is one sequence: its limit is reading all weights once a token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.measure import Report, Series
+from llm_runtime import LLM, LLMConfig
+from llm_runtime.assets import embedded_model_path
+
+QUESTION = "How many tokens a second, beside transformers' generate, without exactness, and at the limit of memory?"
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+}
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "eos_token_id": 151_645,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = measure.command_line("llm", QUESTION, repeats=5)
+    parser.add_argument("--shape", choices=["embedded", *SHAPES], default="embedded")
+    parser.add_argument("--workload", action="append", choices=["batch", "nano", "single"], help="default: batch")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of `batch`")
+    parser.add_argument("--prompt", type=int, default=20, help="tokens of each prompt of `batch` and `single`")
+    parser.add_argument("--new", type=int, default=100, help="new tokens of each")
+    parser.add_argument("--requests", type=int, default=256, help="of `nano`")
+    parser.add_argument("--device", default="auto")
+    arguments = parser.parse_args()
+    report = Report("llm", QUESTION, measure.settings_of(arguments))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = embedded_model_path() if arguments.shape == "embedded" else _shape(Path(temporary), arguments.shape)
+        for workload in arguments.workload or ["batch"]:
+            {"batch": _batch, "nano": _nano, "single": _single}[workload](report, folder, arguments)
+    rows = [[r["name"], r["tokens_per_second"], r["median_s"]] for r in report.results]
+    measure.print_table(f"{arguments.shape}, {report.hardware['gpu'] or 'CPU'}", ["arm", "tokens/s", "s"], rows)
+    for name, value in report.ratios.items():
+        print(f"{name}: {value}")
+    report.write(arguments.out)
+
+
+def _batch(report: Report, folder: Path, arguments: Any) -> None:
+    prompts = [[(7 * i + 3 * j) % 250 for j in range(arguments.prompt)] for i in range(arguments.batch)]
+    params = {"max_new_tokens": arguments.new, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
+    exact, inexact = _llm(folder, arguments), _llm(folder, arguments, deterministic="off")
+    arms = {
+        "exact": lambda: exact.generate(prompts, params, return_logprob=True),
+        "inexact": lambda: inexact.generate(prompts, params, return_logprob=True),
+        "transformers": _transformers(folder, prompts, arguments.new, exact.engine.runner.device),
+    }
+    series = measure.alternate(arms, arguments.repeats)
+    tokens = arguments.batch * arguments.new
+    for name, taken in series.items():
+        _note(report, f"batch of {arguments.batch}, {name}", taken, tokens)
+    report.ratios["transformers / exact, seconds"] = measure.paired_ratios(series["transformers"], series["exact"])
+    report.ratios["exact / inexact, seconds"] = measure.paired_ratios(series["exact"], series["inexact"])
+
+
+def _nano(report: Report, folder: Path, arguments: Any) -> None:
+    dice = random.Random(0)
+    prompts = [[dice.randint(0, 10_000) for _ in range(dice.randint(100, 1024))] for _ in range(arguments.requests)]
+    params = [
+        {"max_new_tokens": dice.randint(100, 1024), "ignore_eos": True, "temperature": 0.6, "sampling_seed": i}
+        for i in range(arguments.requests)
+    ]
+    tokens = sum(int(p["max_new_tokens"]) for p in params)
+    exact, inexact = _llm(folder, arguments), _llm(folder, arguments, deterministic="off")
+    arms = {
+        "exact, log-probs": lambda: _fresh(exact).generate(prompts, params, return_logprob=True),
+        "inexact, log-probs": lambda: _fresh(inexact).generate(prompts, params, return_logprob=True),
+    }
+    series = measure.alternate(arms, arguments.repeats)
+    for name, taken in series.items():
+        _note(report, f"nano, {name}", taken, tokens)
+    first, second = series.values()
+    report.ratios["nano: exact / inexact, seconds"] = measure.paired_ratios(first, second)
+    report.settings["nano_output_tokens"] = tokens
+
+
+def _single(report: Report, folder: Path, arguments: Any) -> None:
+    llm = _llm(folder, arguments)
+    prompt = [[(3 * j) % 250 for j in range(arguments.prompt)]]
+    params = {"max_new_tokens": arguments.new, "ignore_eos": True, "temperature": 0.0}
+    arms = {"single": lambda: llm.generate(prompt, params, return_logprob=True)}
+    taken = measure.alternate(arms, arguments.repeats)["single"]
+    _note(report, "single, exact", taken, arguments.new)
+    read = sum(p.nbytes for p in {id(p): p for p in llm.engine.model.parameters()}.values())
+    copied = _copy_rate(llm.engine.runner.device)
+    bound = copied / read
+    report.limit = (
+        f"One sequence reads {read / 1e9:.3f} GB of weights a token; at the {copied / 1e9:.0f} GB/s at which this "
+        f"device was seen to read, that is {bound:.0f} tokens/s."
+    )
+    report.ratios["single: share of the bandwidth bound"] = arguments.new / taken.median / bound
+
+
+def _fresh(llm: LLM) -> LLM:
+    """With nothing cached, so that every round computes every prompt."""
+    llm.flush_cache()
+    return llm
+
+
+def _llm(folder: Path, arguments: Any, **fields: Any) -> LLM:
+    dummy = "auto" if arguments.shape == "embedded" else "dummy"
+    skip = arguments.shape != "embedded"
+    settings = {"device": arguments.device, "load_format": dummy, "skip_tokenizer_init": skip, "random_seed": 0}
+    return LLM(config=LLMConfig(str(folder), mem_fraction_static=0.4, **settings, **fields))
+
+
+def _transformers(folder: Path, prompts: list[list[int]], new: int, device: torch.device) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    if (folder / "model.safetensors").exists():
+        model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ids = torch.tensor(prompts, device=device)
+    mask = torch.ones_like(ids)
+    kept = {"output_scores": True, "return_dict_in_generate": True, "attention_mask": mask, "do_sample": True}
+    return lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **kept)
+
+
+def _note(report: Report, arm: str, taken: Series, tokens: int) -> None:
+    row = taken.row(output_tokens=tokens, tokens_per_second=tokens / taken.median)
+    report.results.append({**row, "name": arm})
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes a second at which the device reads: half of what a large copy moves."""
+    size = 2**30 if device.type == "cuda" else 2**28
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        measure.synchronise()
+        began = time.perf_counter()
+        target.copy_(source)
+        measure.synchronise()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best  # what is read and what is written
+
+
+def _shape(folder: Path, name: str) -> Path:
+    """A folder with the config of that shape, without weights."""
+    (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[name]}))
+    return folder
+
+
+if __name__ == "__main__":
+    main()
