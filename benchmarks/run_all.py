@@ -27,6 +27,7 @@ NAMES = (
     "refit",
     "ranks",
     "ratio_deviation",
+    "llm",
 )
 
 

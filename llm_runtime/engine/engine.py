@@ -134,7 +134,7 @@ class LLMEngine:
                 hint="Send it again later, or raise max_queued_requests.",
             )
         params = request.sampling
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.config.eos_token_ids))
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
         checker = None
         if params.stop:
             assert self.tokenizer is not None  # check_request has seen to it
@@ -150,6 +150,12 @@ class LLMEngine:
             )
         )
         self._arrivals += 1
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an output: the model's, and the tokenizer's."""
+        named = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*self.model.config.eos_token_ids, *named)))
 
     def check_request(self, request: GenerateRequest) -> None:
         """Refuses what `add_request` would refuse for the request's own sake, and queues nothing.
@@ -288,11 +294,12 @@ class LLMEngine:
             "architectures": [model.architecture],
             "model_type": model.raw.get("model_type"),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": self.config.quantization,
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "weight_version": self.weight_version,
             "vocab_size": model.vocab_size,
-            "eos_token_ids": list(model.eos_token_ids),
+            "eos_token_ids": list(self.eos_token_ids),
             "context_length": self.context_length,
             "max_total_num_tokens": self._pool.usable * self.config.page_size,
             "max_req_input_len": min(self.context_length, self._pool.usable * self.config.page_size) - 1,
