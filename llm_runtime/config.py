@@ -17,6 +17,8 @@ class LLMConfig:
     tokenizer_path: None is the model's own; skip_tokenizer_init: none is loaded, only token ids are taken and given.
     dtype: `auto` keeps the checkpoint's; else `float32`, `bfloat16` or `float16`. device: `auto` is the first GPU if
         there is one, else the CPU. load_format: `auto` reads the checkpoint; `dummy` fills the weights at random.
+    quantization: `fp8` keeps the linear layers of attention and MLP in one byte a number, with a scale for each output
+        channel; they are quantised when they are loaded and at each commit of a refit. It saves memory, not time.
     tp_size: ranks (processes, one device each) that share every layer's heads and widths.
     context_length: the most tokens of prompt and output; None is what the model's config says.
     max_running_requests: sequences that are computed at the same time.
@@ -40,6 +42,7 @@ class LLMConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["fp8"] | None = None
     tp_size: int = 1
     context_length: int | None = None
     max_running_requests: int = 256

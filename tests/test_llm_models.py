@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_llms
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
+from model_ranks import TOKENS, GlooRank, load, logits, on_ranks, stored
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -28,11 +25,9 @@ from engine_control.refit.target import ShardedTarget
 from llm_runtime.config import LLMConfig
 from llm_runtime.layers.rotary import inverse_frequencies
 from llm_runtime.models import families
-from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder, read_model_config
 from rl_kernels import exact_mode
 
-TOKENS = torch.tensor([7, 100, 258, 3, 319, 0, 42, 42, 9, 256, 111])
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True},
     "qwen2": {
@@ -67,56 +62,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made if made.exists() else tiny_llms.make_tiny_llm(made, tokenizer=False, **CASES[case])
 
     return folder
-
-
-class DenseAttention:
-    """One sequence from its first token on, whole."""
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-
-class GlooRank:
-    """A rank that is a thread of this process."""
-
-    def __init__(self, store: HashStore, name: str, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._group = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=60))
-
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return parts
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._gathered(x), dim=-1)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self._gathered(x)
-        for other in others:
-            first = first + other
-        return first
-
-
-def on_ranks(size: int, work: Callable[[GlooRank], Any]) -> list[Any]:
-    """What each rank's `work` returns."""
-    store = HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(GlooRank(store, "ranks", rank, size)), range(size)))
-
-
-@torch.no_grad()
-def logits(model: CausalLM) -> torch.Tensor:
-    return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), DenseAttention()))
-
-
-def load(folder: Path, **config: Any) -> CausalLM:
-    return load_model(LLMConfig(model_path=str(folder), device="cpu", **config))
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def rewritten(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: Any) -> Path:

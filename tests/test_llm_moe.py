@@ -79,3 +79,4 @@ def test_dummy_experts_are_drawn_too(folder: Path) -> None:
     model = load_model(LLMConfig(model_path=str(folder), device="cpu", load_format="dummy"))
     up = model.refit_target().checkpoint_tensors("model")["model.layers.1.mlp.experts.5.up_proj.weight"]
     assert 0.01 < up.std() < 0.03
+    assert not model.capturable

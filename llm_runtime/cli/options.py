@@ -36,6 +36,10 @@ Device = Annotated[str, _of(LOADING, text="auto is the first GPU if there is one
 LoadFormat = Annotated[
     Literal["auto", "dummy"], _of(LOADING, text="dummy: weights at random, for a trainer that sends its own.")
 ]
+Quantization = Annotated[
+    Literal["fp8"] | None,
+    _of(LOADING, text="fp8: linear layers in one byte a number, quantised at the start and at each commit of a refit."),
+]
 TpSize = Annotated[int, _of(LOADING, "--tp-size", "--tp", text="Devices that share every layer.", least=1)]
 Deterministic = Annotated[
     bool | None,

@@ -87,6 +87,8 @@ def _with_graphs(runner: ModelRunner, certificate: Certificate, up_to: int) -> C
     """Turns graphs on where they can be, and keep their bits; with a verdict that says so."""
     if runner.device.type != "cuda" or up_to < 1 or runner.model.tensor_parallel.size > 1:
         return certificate
+    if not runner.model.capturable:
+        return certificate
     cache, runner.cache = runner.cache, _small_cache(runner)
     try:
         wanted = [_logits(runner, _last_tokens(runner, count)) for count in GRAPHED]

@@ -31,7 +31,9 @@ class AttentionProjections(torch.nn.Module):
         shared_kv = kv_share(config.num_key_value_heads, tensor_parallel)
         width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         outputs = {"q_proj": (width, share), "k_proj": (kv_width, shared_kv), "v_proj": (kv_width, shared_kv)}
-        self.qkv_proj = ColumnLinear(config.hidden_size, outputs, bias=qkv_bias, dtype=config.dtype)
+        self.qkv_proj = ColumnLinear(
+            config.hidden_size, outputs, bias=qkv_bias, dtype=config.dtype, quantised=config.quantised
+        )
         self.o_proj = RowLinear(
             width,
             config.hidden_size,
@@ -39,6 +41,7 @@ class AttentionProjections(torch.nn.Module):
             bias=output_bias,
             dtype=config.dtype,
             tensor_parallel=tensor_parallel,
+            quantised=config.quantised,
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=config.dtype) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=config.dtype) if qk_norm else None

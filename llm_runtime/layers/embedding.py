@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from llm_runtime.layers.linear import Multiplies
-from llm_runtime.layers.placement import Piece, empty_parameter, evenly
+from llm_runtime.layers.placement import Piece, evenly
 from llm_runtime.models.base import TensorParallel
 
 
@@ -18,11 +18,11 @@ class VocabularyEmbedding(Multiplies):
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, tensor_parallel: TensorParallel
     ) -> None:
-        super().__init__()
+        share = evenly("vocab_size", vocab_size, tensor_parallel)
+        super().__init__(vocab_size // share.parts, hidden_size, dtype=dtype)
         self.shape = vocab_size, hidden_size
-        self.share = evenly("vocab_size", vocab_size, tensor_parallel)
+        self.share = share
         self.tensor_parallel = tensor_parallel
-        self.weight = empty_parameter(vocab_size // self.share.parts, hidden_size, dtype=dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[N]` int64 -> `[N, hidden_size]`, whole on each rank."""

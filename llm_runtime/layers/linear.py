@@ -7,21 +7,39 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from llm_runtime.layers.placement import Piece, Share, empty_parameter, sibling
+from llm_runtime.layers.fp8 import FP8, dequantise
+from llm_runtime.layers.placement import Piece, QuantisedPiece, Share, empty_parameter, sibling
 from llm_runtime.models.base import TensorParallel
 from rl_kernels.linear import IMPLEMENTATIONS, Linear
 from rl_kernels.mode import Choices
 
 
 class Multiplies(torch.nn.Module):
-    """A module that multiplies its input by its `weight` `[N, K]`, by the implementation that is chosen for it."""
+    """A module that multiplies its input by its weight `[N, K]`, by the implementation that is chosen for it.
+
+    `weight` is that matrix; or, if there is a `scale` `[N]`, its bytes (see `fp8`), and `dtype` is what it stands for.
+    """
 
     weight: torch.nn.Parameter
+    scale: torch.nn.Parameter | None
     product: Linear
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, quantised: bool = False) -> None:
         super().__init__()
         self.product = F.linear
+        self.dtype = dtype
+        self.weight = empty_parameter(rows, columns, dtype=FP8 if quantised else dtype)
+        self.scale = empty_parameter(rows, dtype=torch.float32) if quantised else None
+
+    def dense(self) -> torch.Tensor:
+        """The weight in the dtype that is computed in. What was quantised is there for this one product only."""
+        return self.weight if self.scale is None else dequantise(self.weight, self.scale, self.dtype)
+
+    def weight_piece(self, shape: tuple[int, ...], axis: int, share: Share, start: int, length: int) -> Piece:
+        """A matrix of the checkpoint, in the weight's rows from `start` on."""
+        if self.scale is None:
+            return Piece(self, "weight", shape, axis, share, start, length)
+        return QuantisedPiece(self, "weight", shape, axis, share, start, length, "scale", self.dtype)
 
 
 def choose_products(model: torch.nn.Module, choices: Choices) -> None:
@@ -32,7 +50,7 @@ def choose_products(model: torch.nn.Module, choices: Choices) -> None:
     for module in model.modules():
         if isinstance(module, Multiplies):
             n, k = module.weight.shape
-            name = choices.linear.get((k, n, module.weight.dtype), choices.default_linear)
+            name = choices.linear.get((k, n, module.dtype), choices.default_linear)
             module.product = IMPLEMENTATIONS[name] if choices.exact else F.linear
 
 
@@ -40,25 +58,31 @@ class ColumnLinear(Multiplies):
     """Several linear layers of one input as one product: their outputs side by side, of each this rank's part."""
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, tuple[int, Share]], *, bias: bool, dtype: torch.dtype
+        self,
+        in_features: int,
+        outputs: Mapping[str, tuple[int, Share]],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        quantised: bool = False,
     ) -> None:
         """outputs: each layer's name in the checkpoint, its whole width, and what this rank has of it."""
-        super().__init__()
+        widths = [width // share.parts for width, share in outputs.values()]
+        super().__init__(sum(widths), in_features, dtype=dtype, quantised=quantised)
         self.in_features = in_features
         self.outputs = dict(outputs)
-        self.widths = [width // share.parts for width, share in self.outputs.values()]
-        self.weight = empty_parameter(sum(self.widths), in_features, dtype=dtype)
+        self.widths = widths
         self.bias = empty_parameter(sum(self.widths), dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features]` -> `[N, sum of widths]`."""
-        return self.product(x, self.weight, self.bias)
+        return self.product(x, self.dense(), self.bias)
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
         start = 0
         for (name, (width, share)), length in zip(self.outputs.items(), self.widths, strict=True):
             layer = sibling(path, name)
-            yield f"{layer}.weight", Piece(self, "weight", (width, self.in_features), 0, share, start, length)
+            yield f"{layer}.weight", self.weight_piece((width, self.in_features), 0, share, start, length)
             if self.bias is not None:
                 yield f"{layer}.bias", Piece(self, "bias", (width,), 0, share, start, length)
             start += length
@@ -76,23 +100,23 @@ class RowLinear(Multiplies):
         bias: bool,
         dtype: torch.dtype,
         tensor_parallel: TensorParallel,
+        quantised: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, in_features // share.parts, dtype=dtype, quantised=quantised)
         self.shape = out_features, in_features
         self.share = share
         self.tensor_parallel = tensor_parallel
-        self.weight = empty_parameter(out_features, in_features // share.parts, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features / ranks]` -> `[N, out_features]`."""
         if self.share.parts == 1:
-            return self.product(x, self.weight, self.bias)
-        y = self.tensor_parallel.all_reduce(self.product(x, self.weight, None))
+            return self.product(x, self.dense(), self.bias)
+        y = self.tensor_parallel.all_reduce(self.product(x, self.dense(), None))
         return y if self.bias is None else y + self.bias
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
         rows = self.shape[0]
-        yield f"{path}.weight", Piece(self, "weight", self.shape, 1, self.share, 0, rows)
+        yield f"{path}.weight", self.weight_piece(self.shape, 1, self.share, 0, rows)
         if self.bias is not None:
             yield f"{path}.bias", Piece(self, "bias", (rows,), 0, Share(), 0, rows)

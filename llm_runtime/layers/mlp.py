@@ -18,8 +18,11 @@ class GatedMLP(torch.nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         share = evenly("intermediate_size", inner, tensor_parallel)
         both = {"gate_proj": (inner, share), "up_proj": (inner, share)}
-        self.gate_up_proj = ColumnLinear(hidden, both, bias=bias, dtype=config.dtype)
-        self.down_proj = RowLinear(inner, hidden, share, bias=bias, dtype=config.dtype, tensor_parallel=tensor_parallel)
+        dtype, quantised = config.dtype, config.quantised
+        self.gate_up_proj = ColumnLinear(hidden, both, bias=bias, dtype=dtype, quantised=quantised)
+        self.down_proj = RowLinear(
+            inner, hidden, share, bias=bias, dtype=dtype, tensor_parallel=tensor_parallel, quantised=quantised
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, hidden_size]` -> the same."""

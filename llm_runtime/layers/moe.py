@@ -51,9 +51,12 @@ class Expert(torch.nn.Module):
         hidden, inner = config.hidden_size, parts.inner
         share = evenly("moe_intermediate_size", inner, tensor_parallel)
         both = {"gate_proj": (inner, share), "up_proj": (inner, share)}
-        self.gate_up_proj = ColumnLinear(hidden, both, bias=False, dtype=config.dtype)
+        dtype, quantised = config.dtype, config.quantised
+        self.gate_up_proj = ColumnLinear(hidden, both, bias=False, dtype=dtype, quantised=quantised)
         # Ranks are added up once for all experts, not here.
-        self.down_proj = RowLinear(inner, hidden, share, bias=False, dtype=config.dtype, tensor_parallel=OneRank())
+        self.down_proj = RowLinear(
+            inner, hidden, share, bias=False, dtype=dtype, tensor_parallel=OneRank(), quantised=quantised
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[n, hidden_size]` -> the same."""
@@ -76,7 +79,8 @@ class SparseMLP(torch.nn.Module):
         self.experts = torch.nn.ModuleList(Expert(config, parts, tensor_parallel) for _ in range(parts.experts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[N, hidden_size]` -> the same. Waits for the device, to know how many tokens each expert has."""
+        """`[N, hidden_size]` -> the same. Waits for the device, to know how many tokens each expert has; a CUDA graph
+        can't hold it (`CausalLM.capturable`)."""
         chosen, weights = route(self.gate(x), self.parts)
         each = chosen.shape[-1]
         order = chosen.flatten().argsort(stable=True)  # places in `[N * each]`, by their experts

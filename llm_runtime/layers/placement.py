@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from engine_control.errors import InvalidRequestError
+from llm_runtime.layers.fp8 import dequantise
 from llm_runtime.models.base import TensorParallel
 
 
@@ -73,27 +74,64 @@ class Piece:
     start: int
     length: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the checkpoint's tensor has here."""
+        parameter: torch.Tensor = getattr(self.owner, self.parameter)
+        return parameter.dtype
+
     def live(self) -> torch.Tensor:
         """This rank's part, a view of the parameter."""
-        parameter: torch.Tensor = getattr(self.owner, self.parameter)
-        return parameter.detach().narrow(0, self.start, self.length)
+        return self._rows(self.parameter)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same part of a tensor of the checkpoint, a view."""
         size = whole.shape[self.axis] // self.share.parts
         return whole.narrow(self.axis, self.share.index * size, size)
 
-    def whole(self, tensor_parallel: TensorParallel) -> torch.Tensor:
-        """The checkpoint's tensor, put together from all ranks' parts, each of which makes this call; it may be the
-        live memory itself."""
-        live = self.live()
+    def whole(self, part: torch.Tensor, tensor_parallel: TensorParallel) -> torch.Tensor:
+        """The checkpoint's tensor, put together from all ranks' parts, each of which makes this call with its own; it
+        may be that memory itself."""
         if self.share.parts == 1:
-            return live
-        rows = live.movedim(self.axis, 0).reshape(-1)
+            return part
+        rows = part.movedim(self.axis, 0).reshape(-1)
         gathered = tensor_parallel.all_gather(rows).reshape(self.share.parts, self.share.copies, -1)[:, 0]
         shape = list(self.shape)
         shape.insert(0, shape.pop(self.axis))
         return gathered.reshape(shape).movedim(0, self.axis).contiguous()
+
+    def _rows(self, parameter: str) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self.owner, parameter)
+        return tensor.detach().narrow(0, self.start, self.length)
+
+
+@dataclass(frozen=True)
+class QuantisedPiece(Piece):
+    """A matrix of which bytes lie in the parameter, and its rows' scales in the parameter `scales` (see `fp8`).
+
+    compute_dtype: of the model. A rank has scales for its own part: rows of which it has only some columns have other
+        scales on other ranks.
+    """
+
+    scales: str
+    compute_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    def live(self) -> torch.Tensor:
+        """What this rank's part stands for, in memory of its own."""
+        return dequantise(self._rows(self.parameter), self._rows(self.scales), self.compute_dtype)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for this rank's part in the checkpoint's form."""
+        return torch.empty_like(self._rows(self.parameter), dtype=self.compute_dtype)
+
+    def write(self, stored: torch.Tensor, scales: torch.Tensor) -> None:
+        """Afterwards the part is what these stand for, which `quantise` has made."""
+        self._rows(self.parameter).copy_(stored)
+        self._rows(self.scales).copy_(scales)
 
 
 @runtime_checkable

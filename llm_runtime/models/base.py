@@ -21,7 +21,8 @@ class ModelConfig:
     """What an engine needs to know of a `config.json`, and what is in it besides (`raw`).
 
     num_attention_heads, num_key_value_heads, intermediate_size: of the whole model, whatever a rank has of them.
-    eos_token_ids: from generation_config.json, else config.json.
+    eos_token_ids: from generation_config.json, else config.json. quantised: the linear layers of attention and MLP are
+        kept in one byte a number (see `layers.fp8`); of `LLMConfig`, not of the file.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     eos_token_ids: tuple[int, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
+    quantised: bool = False
 
 
 class Attention(Protocol):
@@ -96,6 +98,11 @@ class CausalLM(torch.nn.Module, ABC):
     @abstractmethod
     def refit_target(self) -> RefitTarget:
         """This rank's weights under the checkpoint's names, as one module called `model`."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold its forward, which then asks the device for no number on its way."""
+        return True
 
     @property
     def local_kv_heads(self) -> int:

@@ -143,6 +143,10 @@ class DecoderLM(CausalLM):
         logits: torch.Tensor = self.lm_head(hidden_states)
         return logits
 
+    @property
+    def capturable(self) -> bool:
+        return not any(isinstance(module, SparseMLP) for module in self.modules())
+
     def refit_target(self) -> PlacedWeights:
         kind = PlacedWeights if self.tensor_parallel.size == 1 else SharedWeights
         return kind(self, self.tensor_parallel)

@@ -20,6 +20,7 @@ from llm_runtime.models.weights import MODULE, PlacedWeights
 
 EMBEDDED = "embedded"
 DUMMY_STD = 0.02
+QUANTIZATIONS = (None, "fp8")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # weights, configs and tokenizers
 
 
@@ -30,10 +31,18 @@ def load_model(config: LLMConfig, tensor_parallel: TensorParallel | None = None)
 
     Raises:
         InvalidRequestError: naming what can't be loaded: the path, the architecture, a setting that no family has, a
-            size that ranks can't share, or a tensor that is missing, unknown or of another shape.
+            size that ranks can't share, or a tensor that is missing, unknown, of another shape, or not to be quantised.
     """
     folder = model_folder(config.model_path)
     model_config = read_model_config(folder)
+    if config.quantization not in QUANTIZATIONS:
+        raise InvalidRequestError(
+            f"there is no quantization {config.quantization!r}",
+            field="quantization",
+            value=config.quantization,
+            hint="Leave it out, or use 'fp8'.",
+        )
+    model_config = replace(model_config, quantised=config.quantization == "fp8")
     if config.dtype != "auto":
         model_config = replace(model_config, dtype=dtype_named(config.dtype))
     longest = model_config.max_position_embeddings
@@ -132,8 +141,11 @@ def _fill(target: PlacedWeights, tensors: Iterator[tuple[str, torch.Tensor]]) ->
         for live, part in target.destinations(MODULE, name, tensor):
             if first == name:
                 live.copy_(part)
+                if target.is_quantised(name):
+                    _refuse_non_finite(name, live)
             elif not torch.equal(live.cpu(), part.to(live.dtype)):
                 raise _bad_tensor(name, f"config.json ties it to {first!r}, and it has other numbers")
+        target.finish([MODULE])  # one by one, so that a quantised model never lies here as it came
     missing = [name for name in infos if target.tied(MODULE, name) not in came]
     if missing:
         raise _bad_tensor(missing[0], f"it is missing from the checkpoint, with {len(missing) - 1} others")
@@ -153,6 +165,12 @@ def _fill_at_random(target: PlacedWeights, seed: int) -> None:
         whole = whole + 1 if name.endswith("norm.weight") else whole
         for live, part in target.destinations(MODULE, name, whole):
             live.copy_(part)
+        target.finish([MODULE])
+
+
+def _refuse_non_finite(name: str, part: torch.Tensor) -> None:
+    if not part.isfinite().all():
+        raise _bad_tensor(name, "it holds NaN or infinity, which can't be quantised")
 
 
 def _bad_tensor(name: str, what: str) -> InvalidRequestError:
