@@ -29,8 +29,9 @@ lint: $(VENV)/.installed  ## ruff and mypy
 serve: $(VENV)/.installed  ## the rollout service on http://127.0.0.1:30000
 	$(BIN)/diffusion-rl serve
 
-campaign: $(VENV)/.installed  ## a thousand refits, most of them faulty, through a real service
+campaign: $(VENV)/.installed  ## two thousand refits, most of them faulty, through a real service of each engine
 	$(BIN)/python -m benchmarks.refit_campaign --refits 1000
+	$(BIN)/python -m benchmarks.refit_campaign --engine llm --refits 1000
 
 clean:
 	rm -rf $(VENV) build *.egg-info kernels/*.egg-info

@@ -199,7 +199,7 @@ def command_line(name: str, description: str, *, repeats: int) -> argparse.Argum
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="where the result goes")
-    parser.add_argument("--model", default="embedded", help="a diffusers folder, a hub id, or `embedded`")
+    parser.add_argument("--model", default="embedded", help="a model's folder, a hub id, or `embedded`")
     parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds, each of all arms in turn")
     parser.add_argument("--commit", help="what is measured, where the checkout can't say it itself")
     return parser

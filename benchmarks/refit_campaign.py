@@ -1,12 +1,14 @@
 """Does a faulty refit ever go unnoticed? Seeded faults, by the thousand, through a real service.
 
     python -m benchmarks.refit_campaign --refits 1000
+    python -m benchmarks.refit_campaign --engine llm --refits 1000
 
 Each round sends one refit of the embedded model with one fault (or none), and then looks at what the engine has: the
 checksum of its weights, the output of a probe request, the version and the history. After a good round they must be
 those of the new weights; after a faulty one those of the old weights, and the fault must have been refused. The probe's
-output is compared bit for bit with that of a fresh process that loaded the same weights from disk. At the end the same
-faults are sent as a foreign trainer would, without a manifest and a session id; what goes unnoticed then is listed.
+output is compared bit for bit with that of an engine that loaded the same weights from disk, and after a commit nothing
+of it may come from a cache that the old weights filled. At the end the same faults are sent as a foreign trainer would,
+without a manifest and a session id; what goes unnoticed then is listed.
 Last, the engine sleeps and wakes, with a backup and without, between refits: the same checks, and nothing may grow.
 """
 
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -32,51 +33,38 @@ import httpx
 import torch
 
 from benchmarks import measure
+from benchmarks.campaign_engines import ENGINES, CampaignEngine, Probe
 from benchmarks.refit_faults import CHANGES, Bucket, Weights, buckets_of, reorder
 from benchmarks.served import resident_bytes
-from diffusion_rl.assets import embedded_model_path
-from diffusion_rl.cli.service_process import ServiceProcess, running_service
-from diffusion_rl.client import RolloutClient
-from diffusion_rl.config import EngineConfig
-from diffusion_rl.pipeline import RolloutPipeline
-from diffusion_rl.sample import RolloutSample
-from engine_control.checksum import module_sha256
 from engine_control.client import RAW_TYPE, checked
 from engine_control.errors import EngineError, EngineUnavailableError
 from engine_control.refit.manifest import manifest_of
 from engine_control.refit.payload.safetensors_format import file_bytes
+from engine_control.service_process import ServiceProcess
 
-VERSIONS = 5
 SESSION_TIMEOUT_S = 1.5
 RESTART_TIMEOUT_S = 120.0
 GROWTH = {"resident_bytes": 16 * 2**20, "file_descriptors": 0, "dev_shm_files": 0}
 WARM_CYCLES = 10  # of which allocators keep something
-PROBE: dict[str, Any] = {
-    "seed": 11,
-    "num_inference_steps": 2,
-    "num_outputs_per_prompt": 1,
-    "guidance_scale": 1.0,
-    "output_type": "both",
-}
-PROMPT = "a red circle"
+KILL = "kill the engine"
 LIMIT = "Undetected corruptions of our own client: 0. Those of foreign clients are what their protocol can't show."
 
 
 @dataclass
 class Known:
-    """The weights of each version, their checksum, and the probe's output by a fresh process that loaded them."""
+    """The weights of each version, their checksum, and the probe by an engine that loaded them from disk."""
 
     weights: list[Weights]
     sums: list[str]
-    outputs: list[torch.Tensor]
-    latents: list[torch.Tensor]
+    probes: list[Probe]
 
 
 @dataclass
 class Campaign:
     """One service, and what it must hold now."""
 
-    client: RolloutClient
+    engine: CampaignEngine
+    client: Any
     http: httpx.Client
     service: ServiceProcess
     known: Known
@@ -90,12 +78,16 @@ class Campaign:
 
 def main(argv: list[str] | None = None) -> int:
     parser = measure.command_line("refit_campaign", __doc__ or "", repeats=1)
+    parser.add_argument("--engine", choices=list(ENGINES), default="diffusion", help="whose service and model")
+    parser.set_defaults(out=None)
     parser.add_argument("--refits", type=int, default=1000, help="rounds, each of one refit")
     parser.add_argument("--foreign", type=int, default=60, help="rounds without manifest and session id")
     parser.add_argument("--cycles", type=int, default=1000, help="sleeps and wakes, interleaved with refits")
     parser.add_argument("--kill-every", type=int, default=100, help="rounds between two deaths of the engine process")
+    parser.add_argument("--versions", type=int, default=5, help="sets of weights between which refits go")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    engine = ENGINES[arguments.engine]()
     report = measure.Report(
         "refit_campaign",
         "Does a faulty refit ever go unnoticed?",
@@ -105,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     choose = random.Random(arguments.seed)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        known = versions(arguments.model, Path(folder))
-        with campaign(arguments.model, known, choose, Path(folder)) as run:
+        known = versions(engine, arguments.model, arguments.versions, Path(folder))
+        with campaign(engine, arguments.model, known, choose, Path(folder)) as run:
             before = resources(run)
             own = rounds(run, arguments.refits, FAULTS, kill_every=arguments.kill_every)
             after = resources(run)
@@ -128,73 +120,76 @@ def main(argv: list[str] | None = None) -> int:
     rows = [[fault, count] for fault, count in sorted(own["faults"].items())]
     measure.print_table("rounds by fault, our client", ["fault", "rounds"], rows)
     print(f"undetected: {own['undetected']}; of a foreign client: {Counter(u['fault'] for u in foreign['undetected'])}")
-    report.write(arguments.out)
+    result = "refit_campaign" if arguments.engine == "diffusion" else f"refit_campaign_{arguments.engine}"
+    report.write(arguments.out or measure.RESULTS / f"{result}.json")
     print(f"after {arguments.cycles} sleeps: wrong {slept['wrong']}, growth {slept['growth']}")
     grew = any(slept["growth"][name] > most for name, most in GROWTH.items())
     return 1 if own["undetected"] or slept["wrong"] or grew else 0
 
 
-def versions(model: str, folder: Path) -> Known:
-    """Version 0 is the model's own. Each is saved to disk, and rolled out by a pipeline that loads it anew."""
+def versions(engine: CampaignEngine, model: str, count: int, folder: Path) -> Known:
+    """Version 0 is the model's own. Each is saved to disk, and probed in an engine that loads it anew."""
     torch.manual_seed(0)
-    with RolloutPipeline.from_pretrained(model, device="cpu") as base:
-        first = {name: tensor.clone() for name, tensor in base.transformer.state_dict().items()}
-        known = Known([first], [], [], [])
-        while len(known.weights) < VERSIONS:
-            known.weights.append({name: t + 0.01 * t.std() * torch.randn_like(t) for name, t in first.items()})
-        for number, weights in enumerate(known.weights):
-            base.transformer.load_state_dict(weights)
-            place = folder / f"version-{number}"
-            shutil.copytree(embedded_model_path() if model == "embedded" else model, place)
-            base.transformer.save_pretrained(place / "transformer")
-            with RolloutPipeline.from_config(EngineConfig(str(place), device="cpu")) as fresh:
-                [sample] = fresh(PROMPT, **PROBE)
-            known.sums.append(module_sha256(weights))
-            known.outputs.append(_picture(sample))
-            known.latents.append(_latents(sample))
+    first = engine.weights(model)
+    known = Known([first], [], [])
+    while len(known.weights) < count:
+        known.weights.append({name: t + 0.01 * t.std() * torch.randn_like(t) for name, t in first.items()})
+    for number, weights in enumerate(known.weights):
+        checksum, probe = engine.fresh(model, weights, folder / f"version-{number}")
+        known.sums.append(checksum)
+        known.probes.append(probe)
     return known
 
 
 @contextmanager
-def campaign(model: str, known: Known, choose: random.Random, folder: Path) -> Iterator[Campaign]:
+def campaign(
+    engine: CampaignEngine, model: str, known: Known, choose: random.Random, folder: Path
+) -> Iterator[Campaign]:
     arguments = [
         "--enable-memory-saver",
         "--weight-session-timeout",
         str(SESSION_TIMEOUT_S),
         "--implicit-weight-sessions",
     ]
-    with running_service(model, port=0, log=folder / "service.log", arguments=arguments) as service:
+    with engine.service(model, folder / "service.log", arguments) as service:
         service.wait_ready()
-        with RolloutClient(service.url, timeout=120) as client, httpx.Client(base_url=service.url, timeout=120) as http:
-            yield Campaign(client, http, service, known, choose)
+        with engine.client(service.url) as client, httpx.Client(base_url=service.url, timeout=120) as http:
+            run = Campaign(engine, client, http, service, known, choose)
+            require_meaningful(run)
+            yield run
+
+
+def require_meaningful(run: Campaign) -> None:
+    """The probe tells the versions apart, and a cache that must be empty after a commit is used without one."""
+    outputs = [list(probe.outputs.values()) for probe in run.known.probes]
+    assert all(one != other for i, one in enumerate(outputs) for other in outputs[:i])
+    run.engine.probe(run.client)
+    assert run.engine.has_cache == (run.engine.probe(run.client).found_in_cache > 0)
 
 
 def rounds(run: Campaign, count: int, faults: dict[str, Callable[..., bool]], *, kill_every: int) -> dict[str, Any]:
     """Sends `count` refits; what each was, and what went unnoticed."""
     names = list(faults)
     for number in range(count):
-        fault = "kill the engine" if kill_every and number % kill_every == kill_every - 1 else run.choose.choice(names)
-        wanted = run.choose.randrange(VERSIONS)
-        done = kill(run, wanted) if fault == "kill the engine" else faults[fault](run, wanted)
+        fault = KILL if kill_every and number % kill_every == kill_every - 1 else run.choose.choice(names)
+        wanted, before = run.choose.randrange(len(run.known.weights)), run.committed
+        done = kill(run, wanted) if fault == KILL else faults[fault](run, wanted)
         run.counts[fault] += 1
         if done:
             run.current = wanted
             run.committed += 1
             run.history.append(wanted)
-        check(run, fault, number)
+        check(run, fault, number, changed=fault == KILL or run.committed != before)
     return {"faults": dict(run.counts), "undetected": run.undetected, "committed": run.committed}
 
 
-def check(run: Campaign, fault: str, number: int) -> None:
-    """The engine holds what it must: by checksum, by output, by version and by history."""
+def check(run: Campaign, fault: str, number: int, *, changed: bool) -> None:
+    """The engine holds what it must: by checksum, by output, by version and by history. `changed`: its weights were
+    written since the last check, so nothing may be left in a cache."""
     found = []
-    if run.client.get_weights_checksum(["transformer"])["transformer"] != run.known.sums[run.current]:
+    if checksum(run) != run.known.sums[run.current]:
         found.append("checksum")
-    [sample] = run.client.generate(PROMPT, **PROBE)
-    if not torch.equal(_picture(sample), run.known.outputs[run.current]):
-        found.append("picture")
-    if not torch.equal(_latents(sample), run.known.latents[run.current]):
-        found.append("latents")
+    found += wrong_outputs(run, cache_is_empty=changed)
     info = run.client.weight_info()
     if info["weight_version"] != name_of(run) or info["weight_update_count"] != run.committed:
         found.append(f"version {info['weight_version']} after {info['weight_update_count']} updates")
@@ -203,6 +198,20 @@ def check(run: Campaign, fault: str, number: int) -> None:
         found.append("history")
     if found:
         run.undetected.append({"round": number, "fault": fault, "found": found})
+
+
+def checksum(run: Campaign) -> str:
+    module = run.engine.module
+    return str(run.client.get_weights_checksum([module])[module])
+
+
+def wrong_outputs(run: Campaign, *, cache_is_empty: bool) -> list[str]:
+    """What of a probe isn't as it should be."""
+    probe, known = run.engine.probe(run.client), run.known.probes[run.current]
+    wrong = [name for name, found in probe.outputs.items() if found != known.outputs[name]]
+    if cache_is_empty and probe.found_in_cache:
+        wrong.append(f"{probe.found_in_cache} tokens of a cache that should be empty")
+    return wrong
 
 
 def name_of(run: Campaign) -> str:
@@ -215,6 +224,7 @@ def name_of(run: Campaign) -> str:
 def good(run: Campaign, wanted: int) -> bool:
     run.client.refit(
         run.known.weights[wanted],
+        module=run.engine.module,
         weight_version=f"{run.committed + 1}:{wanted}",
         staged=run.choose.random() < 0.5,
         bucket_bytes=_bucket_bytes(run),
@@ -226,8 +236,8 @@ def session(run: Campaign, wanted: int, change: Callable[[Any, list[Bucket]], It
     """A session by hand: begins with the true manifest, sends what `change` makes of the buckets, and ends."""
     weights = run.known.weights[wanted]
     owner = f"round-{run.choose.random()}"
-    manifest = manifest_of(("transformer", name, tensor) for name, tensor in weights.items())
-    fields = {"session_id": owner, "target_modules": ["transformer"], "manifest": manifest}
+    manifest = manifest_of((run.engine.module, name, tensor) for name, tensor in weights.items())
+    fields = {"session_id": owner, "target_modules": [run.engine.module], "manifest": manifest}
     run.client.begin_weight_update(staged=run.choose.random() < 0.5, **fields)
     try:
         for body in change(run.choose, buckets_of(weights)):
@@ -252,7 +262,7 @@ def give_up(run: Campaign, owner: str) -> None:
 
 
 def post(run: Campaign, content: bytes, owner: str | None) -> None:
-    params = {"target_modules": "transformer"} | ({} if owner is None else {"session_id": owner})
+    params = {"target_modules": run.engine.module} | ({} if owner is None else {"session_id": owner})
     reply = run.http.post(
         "/update_weights_from_tensor", content=content, params=params, headers={"content-type": RAW_TYPE}
     )
@@ -263,7 +273,7 @@ def silent_sender(run: Campaign, wanted: int) -> bool:
     """The sender dies in the middle: no abort, no end. The engine undoes it by itself."""
     buckets = buckets_of(run.known.weights[wanted])
     owner = f"dead-{run.choose.random()}"
-    run.client.begin_weight_update(session_id=owner, target_modules=["transformer"])
+    run.client.begin_weight_update(session_id=owner, target_modules=[run.engine.module])
     for bucket in buckets[: run.choose.randrange(len(buckets))]:
         post(run, bytes(file_bytes(bucket)), owner)
     deadline = time.monotonic() + 20
@@ -275,7 +285,7 @@ def silent_sender(run: Campaign, wanted: int) -> bool:
 def cut_connection(run: Campaign, wanted: int) -> bool:
     """The connection breaks in the middle of a body."""
     owner = f"cut-{run.choose.random()}"
-    run.client.begin_weight_update(session_id=owner, target_modules=["transformer"])
+    run.client.begin_weight_update(session_id=owner, target_modules=[run.engine.module])
     content = bytes(file_bytes(buckets_of(run.known.weights[wanted])[0]))
     head = (
         f"POST /update_weights_from_tensor?session_id={owner} HTTP/1.1\r\nhost: x\r\ncontent-type: {RAW_TYPE}\r\n"
@@ -290,16 +300,15 @@ def cut_connection(run: Campaign, wanted: int) -> bool:
 
 def two_controllers(run: Campaign, wanted: int) -> bool:
     """Two clients refit at the same time: one of them at least must be told so, and each is all or nothing."""
-    choices = [wanted, (wanted + 1) % VERSIONS]
+    choices = [wanted, (wanted + 1) % len(run.known.weights)]
     outcome: dict[int, bool] = {}
     order: list[int] = []
 
     def refit(number: int) -> None:
-        with RolloutClient(run.service.url, timeout=120) as client:
+        with run.engine.client(run.service.url) as client:
+            name = f"{run.committed + 1}:{choices[number]}"
             try:
-                client.refit(
-                    run.known.weights[choices[number]], weight_version=f"{run.committed + 1}:{choices[number]}"
-                )
+                client.refit(run.known.weights[choices[number]], module=run.engine.module, weight_version=name)
                 order.append(number)
                 outcome[number] = True
             except EngineError:
@@ -328,7 +337,7 @@ def two_controllers(run: Campaign, wanted: int) -> bool:
 
 def kill(run: Campaign, wanted: int) -> bool:
     """The engine process dies in an open session. It comes back with the checkpoint's weights and version."""
-    run.client.begin_weight_update(target_modules=["transformer"])
+    run.client.begin_weight_update(target_modules=[run.engine.module])
     post(run, bytes(file_bytes(buckets_of(run.known.weights[wanted])[0])), None)
     engine = int(run.client.server_info()["engine"]["process_id"])
     os.kill(engine, signal.SIGKILL)
@@ -363,7 +372,7 @@ def foreign_rounds(run: Campaign, count: int) -> dict[str, Any]:
     faults: Counter[str] = Counter()
     names = list(CHANGES)
     for number in range(count):
-        fault, wanted = names[number % len(names)], run.choose.randrange(VERSIONS)
+        fault, wanted = names[number % len(names)], run.choose.randrange(len(run.known.weights))
         faults[fault] += 1
         try:
             for body in CHANGES[fault](run.choose, buckets_of(run.known.weights[wanted])):
@@ -371,10 +380,9 @@ def foreign_rounds(run: Campaign, count: int) -> dict[str, Any]:
             refused = False
         except EngineError:
             refused = True
-        found = run.client.get_weights_checksum(["transformer"])["transformer"]
-        if not refused and found != run.known.sums[wanted]:
+        if not refused and checksum(run) != run.known.sums[wanted]:
             unnoticed.append({"round": number, "fault": fault})
-        run.client.refit(run.known.weights[0])
+        run.client.refit(run.known.weights[0], module=run.engine.module)
     return {"faults": dict(faults), "undetected": unnoticed}
 
 
@@ -389,18 +397,13 @@ def sleeps(run: Campaign, count: int) -> dict[str, Any]:
         run.client.release_memory_occupation(backup=keep)
         run.client.resume_memory_occupation()
         if cycle % 2 or not keep:
-            run.current = run.choose.randrange(VERSIONS)
-            run.client.refit(run.known.weights[run.current], staged=keep)
-        sums = run.client.get_weights_checksum(["transformer"])
-        if sums["transformer"] != run.known.sums[run.current] or (cycle % 5 == 0 and not probe_is_right(run)):
+            run.current = run.choose.randrange(len(run.known.weights))
+            run.client.refit(run.known.weights[run.current], module=run.engine.module, staged=keep)
+        looked = cycle % 5 == 0
+        if checksum(run) != run.known.sums[run.current] or (looked and wrong_outputs(run, cache_is_empty=True)):
             run.undetected.append({"cycle": cycle, "backup": keep})
     after = resources(run)
     return {"wrong": run.undetected, "growth": {name: after[name] - before[name] for name in after}, "after": after}
-
-
-def probe_is_right(run: Campaign) -> bool:
-    [sample] = run.client.generate(PROMPT, **PROBE)
-    return torch.equal(_picture(sample), run.known.outputs[run.current])
 
 
 def resources(run: Campaign) -> dict[str, int]:
@@ -415,16 +418,6 @@ def resources(run: Campaign) -> dict[str, int]:
 
 def _bucket_bytes(run: Campaign) -> int:
     return run.choose.choice([1 << 16, 1 << 20, 1 << 30])
-
-
-def _picture(sample: RolloutSample) -> torch.Tensor:
-    assert sample.generated_output is not None
-    return sample.generated_output
-
-
-def _latents(sample: RolloutSample) -> torch.Tensor:
-    assert sample.generated_latents is not None
-    return sample.generated_latents
 
 
 if __name__ == "__main__":

@@ -1,110 +1,27 @@
-"""The real service as a child process: started on a free port, waited for, and always stopped."""
+"""A real `diffusion-rl serve` as a child process."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-
-import httpx
 
 from diffusion_rl.config import engine_environment
-from engine_control.errors import EngineUnavailableError
+from engine_control.service_process import ServiceProcess, running
 
-START_TIMEOUT_S = 180.0
-STOP_GRACE_S = 20.0
-POLL_S = 0.1
-LOG_LINES = 15
-
-
-class ServiceProcess:
-    """A `diffusion-rl serve` of our own. `url` is where it listens; `log` holds what it said."""
-
-    def __init__(self, model: str, *, port: int, log: Path, arguments: Sequence[str] = ()) -> None:
-        """Starts it and returns at once. Port 0: a free one is taken. `arguments` are further ones of `serve`."""
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.command = [sys.executable, "-m", "diffusion_rl.cli", "serve", model, "--port", str(self.port), *arguments]
-        # The child must run the very code that this process runs, however it was found.
-        environment = {**engine_environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment
-            )
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    def wait_ready(self) -> None:
-        """Returns once `/health` answers 200.
-
-        Raises:
-            EngineUnavailableError: the service ended, or wasn't ready in time; with its last lines.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with httpx.Client(base_url=self.url, timeout=5.0) as client:
-            while time.monotonic() < deadline:
-                if self._process.poll() is not None:
-                    raise self._failure(f"the service ended with exit code {self._process.returncode}")
-                try:
-                    if client.get("/health").status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass  # it doesn't listen yet
-                time.sleep(POLL_S)
-        raise self._failure(f"the service was not ready after {START_TIMEOUT_S:g} s")
-
-    def stop(self) -> None:
-        """Afterwards the process is gone: by SIGTERM, which takes its engine along, or after a grace by SIGKILL."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _failure(self, what: str) -> EngineUnavailableError:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return EngineUnavailableError(
-            "\n".join([f"{what}; its last lines:", *lines]), hint=f"Read all it said in {self.log}."
-        )
+__all__ = ["ServiceProcess", "running_service"]
 
 
 @contextmanager
 def running_service(model: str, *, port: int, log: Path, arguments: Sequence[str] = ()) -> Iterator[ServiceProcess]:
-    """A service that is stopped when the block ends: well, by an error, by Ctrl-C or by SIGTERM."""
-    previous = signal.getsignal(signal.SIGTERM)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread:
-        signal.signal(signal.SIGTERM, _leave)
-    try:
-        service = ServiceProcess(model, port=port, log=log, arguments=arguments)
-        try:
-            yield service
-        finally:
-            service.stop()
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, previous)
+    """A service that is stopped when the block ends: well, by an error, by Ctrl-C or by SIGTERM. Port 0: a free one is
+    taken. `arguments` are further ones of `serve`."""
 
+    def start() -> ServiceProcess:
+        environment = engine_environment()
+        return ServiceProcess(
+            "diffusion_rl.cli", model, port=port, log=log, environment=environment, arguments=arguments
+        )
 
-def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # so that `finally` blocks run
+    with running(start) as service:
+        yield service
