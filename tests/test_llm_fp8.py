@@ -19,7 +19,7 @@ from engine_control.refit.backends.base import WeightItem
 from engine_control.refit.lora import LoraMerge, LoraMerges
 from engine_control.refit.session import RefitSession
 from llm_runtime import LLM, LLMConfig
-from llm_runtime.layers.fp8 import FP8, dequantise, quantise
+from llm_runtime.layers.fp8 import FP8, dequantise, quantise, scaled_product
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
 
@@ -213,6 +213,32 @@ def test_an_engine_is_exact_and_its_refits_and_sleeps_keep_its_bits(folder: Path
     llm.update_weights_from_disk(str(folder))
     assert run(llm, [0, 1, 2]) == before
     assert same(memory(llm.engine.model), bits)
+
+
+def test_products_of_bytes_are_those_of_quantised_inputs(folder: Path) -> None:
+    model = load(folder, quantization="fp8", fp8_activations=True, deterministic="off")
+    expected = logits(quantised(folder))
+    error = (logits(model) - expected).norm() / expected.norm()
+    assert 0 < error < 0.1
+    generator = torch.Generator().manual_seed(0)
+    x, bias = torch.randn(5, 128, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+    stored, scale = quantise(torch.randn(64, 128, generator=generator).bfloat16())
+    whole = dequantise(*quantise(x), torch.float32) @ dequantise(stored, scale, torch.float32).t() + bias.float()
+    torch.testing.assert_close(scaled_product(x, stored, scale, bias).float(), whole, rtol=2**-8, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantization": None, "deterministic": "off"}, "the weights aren't quantised"),
+        ({"quantization": "fp8"}, "exact mode must be off"),
+        ({"quantization": "fp8", "deterministic": "off", "dtype": "float16"}, "computed in float16"),
+    ],
+    ids=["whole", "exact", "dtype"],
+)
+def test_activations_that_cannot_be_quantised_are_refused(folder: Path, fields: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        load(folder, fp8_activations=True, **fields)
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of the format; beyond 464, half way to what would come next, a number is rounded to something else
 HALF_WAY = 464 / 512
+ROW_SCALES_FROM = (9, 0)  # compute capability of GPUs
+MULTIPLE = 16  # of both sizes of a matrix that a GPU multiplies so
 SMALLEST_EXPONENT = -126  # of a scale: those below aren't normal numbers in fp32
 
 
@@ -38,6 +40,26 @@ def dequantise(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     else:
         numbers = stored.to(wide)
     return (numbers * scale.to(wide).unsqueeze(1)).to(dtype)
+
+
+def scaled_product(
+    x: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x `[M, K]` bf16, quantised row by row, times a quantised `[N, K]` -> `[M, N]` bf16: the library's product of
+    bytes. Nothing has looked whether a row's bits depend on how many there are; on a GPU it hasn't run yet."""
+    rows, row_scale = quantise(x)
+    return torch._scaled_mm(
+        rows, stored.t(), scale_a=row_scale.unsqueeze(1), scale_b=scale.unsqueeze(0), bias=bias, out_dtype=x.dtype
+    )
+
+
+def why_no_scaled_product(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps a device from `scaled_product`, if anything does."""
+    if dtype != torch.bfloat16:
+        return f"the model is computed in {str(dtype).removeprefix('torch.')}, and they give bfloat16 only"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < ROW_SCALES_FROM:
+        return f"{torch.cuda.get_device_name(device)} has none with a scale for each row (compute capability 9.0)"
+    return None
 
 
 def _top(dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from llm_runtime.layers.fp8 import FP8, dequantise
+from llm_runtime.layers.fp8 import FP8, MULTIPLE, dequantise, scaled_product
 from llm_runtime.layers.placement import Piece, QuantisedPiece, Share, empty_parameter, sibling
 from llm_runtime.models.base import TensorParallel
 from rl_kernels.linear import IMPLEMENTATIONS, Linear
@@ -18,6 +18,7 @@ class Multiplies(torch.nn.Module):
     """A module that multiplies its input by its weight `[N, K]`, by the implementation that is chosen for it.
 
     `weight` is that matrix; or, if there is a `scale` `[N]`, its bytes (see `fp8`), and `dtype` is what it stands for.
+    of_bytes: a quantised weight is multiplied as it is, by an input that is quantised for it.
     """
 
     weight: torch.nn.Parameter
@@ -27,6 +28,7 @@ class Multiplies(torch.nn.Module):
     def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, quantised: bool = False) -> None:
         super().__init__()
         self.product = F.linear
+        self.of_bytes = False
         self.dtype = dtype
         self.weight = empty_parameter(rows, columns, dtype=FP8 if quantised else dtype)
         self.scale = empty_parameter(rows, dtype=torch.float32) if quantised else None
@@ -34,6 +36,12 @@ class Multiplies(torch.nn.Module):
     def dense(self) -> torch.Tensor:
         """The weight in the dtype that is computed in. What was quantised is there for this one product only."""
         return self.weight if self.scale is None else dequantise(self.weight, self.scale, self.dtype)
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`[M, K]` -> `[M, N]`."""
+        if self.scale is not None and self.of_bytes:
+            return scaled_product(x, self.weight, self.scale, bias)
+        return self.product(x, self.dense(), bias)
 
     def weight_piece(self, shape: tuple[int, ...], axis: int, share: Share, start: int, length: int) -> Piece:
         """A matrix of the checkpoint, in the weight's rows from `start` on."""
@@ -52,6 +60,13 @@ def choose_products(model: torch.nn.Module, choices: Choices) -> None:
             n, k = module.weight.shape
             name = choices.linear.get((k, n, module.dtype), choices.default_linear)
             module.product = IMPLEMENTATIONS[name] if choices.exact else F.linear
+
+
+def multiply_bytes(model: torch.nn.Module) -> None:
+    """Has every quantised layer of the model, unless its sizes are odd ones, multiply bytes (`fp8.scaled_product`)."""
+    for module in model.modules():
+        if isinstance(module, Multiplies) and module.scale is not None:
+            module.of_bytes = all(size % MULTIPLE == 0 for size in module.weight.shape)
 
 
 class ColumnLinear(Multiplies):
@@ -76,7 +91,7 @@ class ColumnLinear(Multiplies):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features]` -> `[N, sum of widths]`."""
-        return self.product(x, self.dense(), self.bias)
+        return self.times(x, self.bias)
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:
         start = 0
@@ -111,8 +126,8 @@ class RowLinear(Multiplies):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, in_features / ranks]` -> `[N, out_features]`."""
         if self.share.parts == 1:
-            return self.product(x, self.dense(), self.bias)
-        y = self.tensor_parallel.all_reduce(self.product(x, self.dense(), None))
+            return self.times(x, self.bias)
+        y = self.tensor_parallel.all_reduce(self.times(x, None))
         return y if self.bias is None else y + self.bias
 
     def pieces(self, path: str) -> Iterator[tuple[str, Piece]]:

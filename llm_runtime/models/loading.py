@@ -11,6 +11,8 @@ import torch
 from engine_control.errors import InvalidRequestError
 from llm_runtime.assets import embedded_model_path
 from llm_runtime.config import LLMConfig
+from llm_runtime.layers.fp8 import why_no_scaled_product
+from llm_runtime.layers.linear import multiply_bytes
 from llm_runtime.models import families
 from llm_runtime.models.base import CausalLM, OneRank, TensorParallel
 from llm_runtime.models.checkpoint import checkpoint_tensors
@@ -57,6 +59,9 @@ def load_model(config: LLMConfig, tensor_parallel: TensorParallel | None = None)
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(automatic if config.device == "auto" else config.device):
         model = family(model_config, tensor_parallel, context_length=config.context_length).eval()
+    if config.fp8_activations:
+        _refuse_fp8_activations(config, model)
+        multiply_bytes(model)
     if config.load_format == "dummy":
         _fill_at_random(model.refit_target(), config.random_seed or 0)
     else:
@@ -166,6 +171,21 @@ def _fill_at_random(target: PlacedWeights, seed: int) -> None:
         for live, part in target.destinations(MODULE, name, whole):
             live.copy_(part)
         target.finish([MODULE])
+
+
+def _refuse_fp8_activations(config: LLMConfig, model: CausalLM) -> None:
+    reason = why_no_scaled_product(next(model.parameters()).device, model.config.dtype)
+    if config.quantization != "fp8":
+        reason = "the weights aren't quantised"
+    elif config.deterministic != "off":
+        reason = "such products aren't certified, so exact mode must be off"
+    if reason is not None:
+        raise InvalidRequestError(
+            f"activations can't be quantised: {reason}",
+            field="fp8_activations",
+            value=True,
+            hint="Leave fp8_activations out: then weights are dequantised for each product.",
+        )
 
 
 def _refuse_non_finite(name: str, part: torch.Tensor) -> None:
