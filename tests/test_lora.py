@@ -317,7 +317,7 @@ def adapters(pipeline: RolloutPipeline) -> Iterator[RolloutPipeline]:
         (qwen_image_pipeline, torch.bfloat16, torch.bfloat16),
         (embedded, torch.float32, torch.float32),
     ],
-    ids=str,
+    ids=["sd3-fp32", "sd3-bf16-fp32", "qwen-bf16", "embedded"],
 )
 def test_a_trainers_peft_module_has_the_bits_of_the_adapter_that_the_engine_serves(
     build: Any, dtype: torch.dtype, adapter: torch.dtype
