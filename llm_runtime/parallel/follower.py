@@ -18,8 +18,9 @@ from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
 from engine_control.rank import RankCommand, RankControl
 from llm_runtime.config import LLMConfig
+from llm_runtime.engine.batches import ForwardBatch
 from llm_runtime.engine.certification import make_exact
-from llm_runtime.engine.model_runner import ForwardBatch, ModelRunner
+from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.engine.rank_weights import RankWeights, rank_settings
 from llm_runtime.engine.startup import make_runner, pages_for
 from llm_runtime.models.base import CausalLM
