@@ -1,0 +1,1 @@
+"""GRPO of the embedded language model against a real service: `python -m examples.grpo_arithmetic --help`."""
