@@ -15,6 +15,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ COMMON = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the workloads and writes the report."""
     parser = measure.command_line("llm", QUESTION, repeats=5)
     parser.add_argument("--shape", choices=["embedded", *SHAPES], default="embedded")
     parser.add_argument("--workload", action="append", choices=["batch", "nano", "single"], help="default: batch")
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=100, help="new tokens of each")
     parser.add_argument("--requests", type=int, default=256, help="of `nano`")
     parser.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     report = Report("llm", QUESTION, measure.settings_of(arguments))
     with tempfile.TemporaryDirectory() as temporary:
         folder = embedded_model_path() if arguments.shape == "embedded" else _shape(Path(temporary), arguments.shape)
@@ -79,6 +81,7 @@ def main() -> None:
     for name, value in report.ratios.items():
         print(f"{name}: {value}")
     report.write(arguments.out)
+    return 0
 
 
 def _batch(report: Report, folder: Path, arguments: Any) -> None:
@@ -94,8 +97,10 @@ def _batch(report: Report, folder: Path, arguments: Any) -> None:
     tokens = arguments.batch * arguments.new
     for name, taken in series.items():
         _note(report, f"batch of {arguments.batch}, {name}", taken, tokens)
-    report.ratios["transformers / exact, seconds"] = measure.paired_ratios(series["transformers"], series["exact"])
-    report.ratios["exact / inexact, seconds"] = measure.paired_ratios(series["exact"], series["inexact"])
+    report.ratios["batch: transformers / exact, seconds"] = _paired(series["transformers"], series["exact"])
+    report.ratios["batch: exact / inexact, seconds"] = _paired(series["exact"], series["inexact"])
+    steps = _bound(report, exact) * arguments.batch
+    report.ratios["batch: share of the bandwidth bound"] = tokens / series["exact"].median / steps
 
 
 def _nano(report: Report, folder: Path, arguments: Any) -> None:
@@ -115,7 +120,8 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
     for name, taken in series.items():
         _note(report, f"nano, {name}", taken, tokens)
     first, second = series.values()
-    report.ratios["nano: exact / inexact, seconds"] = measure.paired_ratios(first, second)
+    report.ratios["nano: exact / inexact, seconds"] = _paired(first, second)
+    _bound(report, exact)
     report.settings["nano_output_tokens"] = tokens
 
 
@@ -126,14 +132,22 @@ def _single(report: Report, folder: Path, arguments: Any) -> None:
     arms = {"single": lambda: llm.generate(prompt, params, return_logprob=True)}
     taken = measure.alternate(arms, arguments.repeats)["single"]
     _note(report, "single, exact", taken, arguments.new)
+    report.ratios["single: share of the bandwidth bound"] = arguments.new / taken.median / _bound(report, llm)
+
+
+def _paired(numerator: Series, denominator: Series) -> float:
+    return measure.paired_ratios(numerator, denominator)["median"]
+
+
+def _bound(report: Report, llm: LLM) -> float:
+    """Steps a second if a step only read the weights, at the rate at which the device copies."""
     read = sum(p.nbytes for p in {id(p): p for p in llm.engine.model.parameters()}.values())
     copied = _copy_rate(llm.engine.runner.device)
-    bound = copied / read
     report.limit = (
-        f"One sequence reads {read / 1e9:.3f} GB of weights a token; at the {copied / 1e9:.0f} GB/s at which this "
-        f"device was seen to read, that is {bound:.0f} tokens/s."
+        f"A step reads {read / 1e9:.4f} GB of weights, whatever the batch. At the {copied / 1e9:.0f} GB/s at which the "
+        f"device copies (read and write together), that is {copied / read:.0f} steps/s; keys and values come on top."
     )
-    report.ratios["single: share of the bandwidth bound"] = arguments.new / taken.median / bound
+    return copied / read
 
 
 def _fresh(llm: LLM) -> LLM:

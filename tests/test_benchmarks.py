@@ -15,6 +15,7 @@ from benchmarks import (
     bench_encoding,
     bench_exactness_cost,
     bench_kernels,
+    bench_llm,
     bench_memory,
     bench_memory_saver,
     bench_prefix_sharing,
@@ -58,6 +59,7 @@ SMALLEST = {
     "step_batching": (bench_step_batching.main, "--requests 2 --groups 2,2 --steps 2 --no-http"),
     "encoding": (bench_encoding.main, "--group 2 --steps 2 --codec-repeats 1"),
     "refit": (bench_refit.main, "--device cpu --arms packed,disk"),
+    "llm": (bench_llm.main, "--batch 2 --new 3 --device cpu"),
     "memory_saver": (bench_memory_saver.main, "--gib 0.01 --tensors 3 --device cpu"),
     "memory": (
         bench_memory.main,

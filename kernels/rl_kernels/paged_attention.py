@@ -262,7 +262,7 @@ def _layout(plan: PagedPlan, kv_heads: int, shared: int, head_dim: int) -> _Layo
     items.sort()
     row_bytes = 4 * kv_heads * (2 * TILE * head_dim + tokens * shared * (2 * TILE + 2 * head_dim))
     groups: list[_Group] = []
-    places = torch.empty(plan.starts[-1], dtype=torch.int64)
+    places = [0] * plan.starts[-1]
     first = 0
     while first < len(items):
         end = first + 1
@@ -270,11 +270,12 @@ def _layout(plan: PagedPlan, kv_heads: int, shared: int, head_dim: int) -> _Layo
             end += 1
         groups.append(_group(plan, items[first:end], tokens, kv_heads, shared))
         for place, (_, _, row, _, count) in enumerate(items[first:end], start=first):
-            places[row : row + count] = torch.arange(place * tokens, place * tokens + count)
+            places[row : row + count] = range(place * tokens, place * tokens + count)
         first = end
     blank = [row for s, n in enumerate(plan.lengths) if n == 0 for row in range(plan.starts[s], plan.starts[s + 1])]
     device = plan.page_table.device
-    layout = _Layout(tuple(groups), places.to(device), torch.tensor(blank, device=device) if blank else None)
+    rows = torch.tensor(places, dtype=torch.int64, device=device)
+    layout = _Layout(tuple(groups), rows, torch.tensor(blank, device=device) if blank else None)
     plan._layouts[kv_heads, shared, head_dim] = layout
     return layout
 

@@ -65,23 +65,23 @@ def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
         if adjusts(sequence.request.sampling):
             adjust(logits[row], sequence)
     log_probs = row_log_softmax(tempered(logits, [s.request.sampling for s in sequences]))
+    drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy]
+    if not drawn:
+        return Drawn(logits.argmax(-1).tolist(), log_probs)
     scores = log_probs
     limited = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy and limits(s.request.sampling)]
     if limited:
         scores = log_probs.clone()
         for row in limited:
             restrict(scores[row], sequences[row].request.sampling)
-    drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy]
-    if drawn:
-        seeds = [sequences[row].request.seed for row in drawn]
-        positions = [len(sequences[row].tokens) for row in drawn]
-        noise = gumbel(seeds, positions, logits.shape[-1], device=logits.device)
-        if len(drawn) == len(sequences):
-            return Drawn((scores + noise).argmax(-1).tolist(), log_probs)
-        best = scores.argmax(-1)
-        best[drawn] = (scores[drawn] + noise).argmax(-1)
-        return Drawn(best.tolist(), log_probs)
-    return Drawn(scores.argmax(-1).tolist(), log_probs)
+    seeds = [sequences[row].request.seed for row in drawn]
+    positions = [len(sequences[row].tokens) for row in drawn]
+    noise = gumbel(seeds, positions, logits.shape[-1], device=logits.device)
+    if len(drawn) == len(sequences):
+        return Drawn((scores + noise).argmax(-1).tolist(), log_probs)
+    best = logits.argmax(-1)
+    best[drawn] = (scores[drawn] + noise).argmax(-1)
+    return Drawn(best.tolist(), log_probs)
 
 
 def tempered(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor:
