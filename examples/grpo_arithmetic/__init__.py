@@ -1,1 +1,6 @@
 """GRPO of the embedded language model against a real service: `python -m examples.grpo_arithmetic --help`."""
+
+import os
+
+# Before torch is imported: trainer and engine take turns on the same cores, and whose turn it isn't must not spin there.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -84,18 +85,29 @@ def one_iteration(client: LLMClient, policy: Policy, settings: Settings, state: 
     number, watch = state.done + 1, Stopwatch()
     groups = generate_groups(client, policy.tokenizer, settings, number)
     watch.lap("generate")
-    client.release_memory_occupation()
-    watch.lap("release")
-    rewards = torch.tensor([[answer.reward for answer in group] for group in groups])
-    trained = train(policy, settings, number, groups, advantages_of(settings, number, rewards))
-    watch.lap("train")
-    client.resume_memory_occupation(["weights"])
+    with asleep(client):
+        watch.lap("release")
+        rewards = torch.tensor([[answer.reward for answer in group] for group in groups])
+        trained = train(policy, settings, number, groups, advantages_of(settings, number, rewards))
+        watch.lap("train")
     watch.lap("resume")
     client.refit(policy.engine_weights(), weight_version=str(number))
     watch.lap("refit")
     client.resume_memory_occupation()
     watch.lap("resume")
     return _iteration_of(number, rewards, trained, watch), len(trained.gradient_norms)
+
+
+@contextmanager
+def asleep(client: LLMClient) -> Iterator[None]:
+    """Inside, the engine has given its memory back; afterwards its weights lie there again, and after an error all."""
+    client.release_memory_occupation()
+    try:
+        yield
+    except BaseException:
+        client.resume_memory_occupation()
+        raise
+    client.resume_memory_occupation(["weights"])
 
 
 def run(

@@ -50,7 +50,7 @@ class Settings:
     micro_batch: int = 64
     shuffle_rewards: bool = False
     held_out: int = 500
-    log_prob_bound: float = 2e-4
+    log_prob_bound: float = 1e-3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
