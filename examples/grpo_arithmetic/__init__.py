@@ -2,5 +2,5 @@
 
 import os
 
-# Before torch is imported: trainer and engine take turns on the same cores, and whose turn it isn't must not spin there.
+# Before torch is imported: trainer and engine take turns on the same cores, and who waits must not spin there.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
