@@ -61,7 +61,8 @@ def test_every_room_that_the_readme_shows_exists() -> None:
     chapter = README.split("## How it is built")[1].split("\n## ")[0]
     drawn = set(re.findall(r"[\w/]+\.py", chapter))
     assert len(drawn) > 20
-    files = [path for package in ("diffusion_rl", "engine_control", "llm_runtime") for path in (ROOT / package).rglob("*.py")]
+    packages = ("diffusion_rl", "engine_control", "llm_runtime")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     for name in drawn:
         assert any(str(path).endswith(f"/{name}") for path in files), name
 

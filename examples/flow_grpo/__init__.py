@@ -2,6 +2,6 @@
 
 import os
 
-# Before torch is imported: threads that wait by spinning slow down a machine that also runs the service, by up to thirty
+# Before torch is imported: threads that wait by spinning slow down a machine that also runs the service, up to thirty
 # times where anything else wants its cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
