@@ -1,7 +1,7 @@
 """Trains the embedded language model with GRPO against a service, and says what it gained.
 
     python -m examples.grpo_arithmetic                             # a service of its own; about 5 minutes on two cores
-    python -m examples.grpo_arithmetic --shuffle-rewards           # the control: nothing to learn, no gain
+    python -m examples.grpo_arithmetic --shuffle-rewards           # the control: nothing to learn, and noise does harm
     python -m examples.grpo_arithmetic --resume --iterations 200   # goes on from the last iteration's checkpoint
 
 Writes `checkpoint.safetensors`, `rewards.png` and `report.json` into `--folder`.
