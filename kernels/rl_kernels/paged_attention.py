@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_kernels.fused import (
@@ -82,10 +83,12 @@ class PagedPlan:
             if len(own) * page_size < keys:
                 raise ValueError(f"sequence {s} has {keys} keys, {len(own)} pages of {page_size}; give it more pages")
         width = max(width, 1, *(len(own) for own in pages)) if pages else max(width, 1)
-        table = torch.tensor([[*own, *[0] * (width - len(own))] for own in pages], dtype=torch.int32)
+        table = np.zeros((len(pages), width), dtype=np.int32)
+        for row, own in zip(table, pages, strict=True):
+            row[: len(own)] = own
         starts = tuple(accumulate(query_lengths, initial=0))
         return cls(
-            table.reshape(len(pages), width).to(device),
+            torch.from_numpy(table).to(device),
             torch.tensor(starts, dtype=torch.int32).to(device),
             torch.tensor(tuple(context_lengths), dtype=torch.int32).to(device),
             page_size,

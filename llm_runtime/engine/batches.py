@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -19,11 +20,15 @@ class ForwardBatch(msgspec.Struct, tag="forward", frozen=True):
     input_ids: list[int]
     positions: list[int]
     slots: list[int]
-    page_tables: list[list[int]]
+    page_tables: list[Any]
     query_lengths: list[int]
     context_lengths: list[int]
     draw_rows: list[int]
     score_rows: list[int]
+
+    def plain(self) -> ForwardBatch:
+        """The same with page tables as lists, which a message can carry."""
+        return msgspec.structs.replace(self, page_tables=[list(table) for table in self.page_tables])
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Span:
 
     tokens: list[int]
     start: int
-    pages: list[int]
+    pages: Items[int]
     draws: int = 0
 
 
@@ -42,7 +47,7 @@ def batch_of(spans: Items[Span], *, page_size: int, scored: Items[int] = ()) -> 
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    tables: list[list[int]] = []
+    tables: list[Items[int]] = []
     draw_rows: list[int] = []
     for span in spans:
         pages, end = span.pages, span.start + len(span.tokens)

@@ -253,7 +253,8 @@ class LLMEngine:
             chunks = self.drafter.guess(chunks, room)
             self.drafter.follow(chunks)
         plan = plan_step(chunks, self.config.page_size)
-        self.ranks.announce(plan.batch)
+        if self.ranks.tensor_parallel.size > 1:
+            self.ranks.announce(plan.batch.plain())
         with self.ranks.together(), torch.inference_mode():
             drawing, scored = self.runner.forward(plan.batch)
             self._score(plan, scored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import torch
@@ -42,6 +43,11 @@ class KVCache:
         if self._undefined:
             self.storage.zero_()
             self._undefined = False
+
+
+def no_pages() -> array[int]:
+    """Room for the page numbers of one sequence, as C integers: page tables are made of them at every step."""
+    return array("i")
 
 
 class PagePool:

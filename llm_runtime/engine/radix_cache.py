@@ -8,9 +8,11 @@ begins a new one, and nothing outlives it.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from llm_runtime.engine.kv_cache import PagePool
+from llm_runtime.engine.kv_cache import PagePool, no_pages
 
 Key = tuple[int, ...]
 
@@ -26,6 +28,15 @@ class _Node:
         self.used = 0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence's pages in the cache end. It stays valid as long as the sequence holds them, in that epoch."""
+
+    node: _Node
+    pages: int
+    epoch: int
+
+
 class RadixCache:
     """Holds each of its pages once in the pool. A page that nobody else holds may be evicted, leaves first, the one
     that was used longest ago before others. Whole pages only."""
@@ -39,33 +50,37 @@ class RadixCache:
         self.epoch = 0
         self.size = 0
 
-    def match(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """The pages of the longest known beginning of `tokens`, of at most `limit` tokens. They are held once more, by
-        the caller."""
-        pages: list[int] = []
-        node = self._root
-        self._clock += 1
-        for key in self._keys(tokens, limit):
-            child = node.children.get(key)
+    def match(self, tokens: Sequence[int], limit: int) -> tuple[array[int], Place]:
+        """The pages of the longest known beginning of `tokens`, of at most `limit` tokens, and where it ends. They are
+        held once more, by the caller."""
+        pages = no_pages()
+        node, self._clock = self._root, self._clock + 1
+        for index in range(min(limit, len(tokens)) // self._page_size if self.enabled else 0):
+            child = node.children.get(self._key(tokens, index))
             if child is None:
                 break
             child.used = self._clock
             pages.append(child.page)
             node = child
         self._pool.hold(pages)
-        return pages
+        return pages, Place(node, len(pages), self.epoch)
 
-    def insert(self, tokens: Sequence[int], pages: list[int], epoch: int | None) -> None:
-        """Takes whole pages that the caller holds, computed in that epoch; those of another are nobody else's business.
+    def insert(
+        self, tokens: Sequence[int], pages: array[int], count: int, epoch: int | None, known: Place | None
+    ) -> Place | None:
+        """Takes the first `count` pages of a sequence, which are whole and computed in that epoch; those of another are
+        nobody else's business. Returns where they end, which is `known` the next time.
 
-        Where a page of the same beginning is here already, the caller's own is exchanged for it, in `pages`: they hold
-        the same bits.
+        Where a page of the same beginning is here already, the sequence's own is exchanged for it, in `pages`: they
+        hold the same bits.
         """
         if not self.enabled or epoch != self.epoch:
-            return
-        node = self._root
-        self._clock += 1
-        for index, key in enumerate(self._keys(tokens, len(pages) * self._page_size)):
+            return None
+        if known is None or known.epoch != self.epoch:
+            known = Place(self._root, 0, self.epoch)
+        node, self._clock = known.node, self._clock + 1
+        for index in range(known.pages, count):
+            key = self._key(tokens, index)
             child = node.children.get(key)
             if child is None:
                 child = _Node(node, key, pages[index])
@@ -78,6 +93,7 @@ class RadixCache:
                 pages[index] = child.page
             child.used = self._clock
             node = child
+        return Place(node, max(count, known.pages), self.epoch)
 
     def evict(self, count: int) -> int:
         """Frees so many pages, or more, so that it needn't look for them at every step; or all that can be. Says how
@@ -109,12 +125,8 @@ class RadixCache:
         """All that it holds."""
         return [node.page for node in self._nodes()]
 
-    def _keys(self, tokens: Sequence[int], limit: int) -> Iterator[Key]:
-        if not self.enabled:
-            return
-        size = self._page_size
-        for start in range(0, min(limit, len(tokens)) - size + 1, size):
-            yield tuple(tokens[start : start + size])
+    def _key(self, tokens: Sequence[int], index: int) -> Key:
+        return tuple(tokens[index * self._page_size : (index + 1) * self._page_size])
 
     def _nodes(self) -> Iterator[_Node]:
         waiting = list(self._root.children.values())

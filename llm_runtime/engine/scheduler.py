@@ -8,10 +8,11 @@ tokens than most of them need, so that reserving for the worst case would leave 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
-from llm_runtime.engine.kv_cache import PagePool
+from llm_runtime.engine.kv_cache import PagePool, no_pages
 from llm_runtime.engine.radix_cache import RadixCache
 from llm_runtime.engine.sequence import Sequence
 
@@ -119,7 +120,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Afterwards it is gone, and holds nothing."""
-        if sequence in self.running:
+        if sequence.running:
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
@@ -141,20 +142,20 @@ class Scheduler:
         """One token of each sequence that decodes, the oldest first. The youngest give way if there is no page."""
         chunks: list[Chunk] = []
         for sequence in list(self.running):
-            if sequence.remaining != 1 or sequence not in self.running:
+            if sequence.remaining != 1 or not sequence.running:
                 continue
-            while sequence in self.running and not self._provide(sequence, len(sequence.tokens)):
+            while sequence.running and not self._provide(sequence, len(sequence.tokens)):
                 self.retract(self.running[-1])
-            if sequence in self.running:
+            if sequence.running:
                 chunks.append(Chunk(sequence, sequence.computed, len(sequence.tokens)))
-        return [chunk for chunk in chunks if chunk.sequence in self.running]
+        return [chunk for chunk in chunks if chunk.sequence.running]
 
     def _admit(self, chunks: list[Chunk], budget: int, prefixes: set[tuple[int, ...]]) -> None:
         """Begins waiting sequences, the first first. One whose beginning is just being computed waits a step for it."""
         postponed: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             sequence = self.waiting.popleft()
-            sequence.pages = self.cache.match(sequence.tokens, sequence.reusable)
+            sequence.pages, sequence.shared = self.cache.match(sequence.tokens, sequence.reusable)
             sequence.computed = sequence.drafted = len(sequence.pages) * self._page_size
             sequence.epoch = self.cache.epoch
             prefix = self._next_prefix(sequence)
@@ -175,25 +176,25 @@ class Scheduler:
         self.waiting.extendleft(reversed(postponed))
 
     def _enter(self, sequence: Sequence) -> None:
-        later = next((i for i, other in enumerate(self.running) if other.arrival > sequence.arrival), len(self.running))
-        self.running.insert(later, sequence)
+        insort(self.running, sequence, key=_arrival)
+        sequence.running = True
 
     def _leave(self, sequence: Sequence) -> None:
         self._share(sequence)
-        self.running.remove(sequence)
+        del self.running[bisect_left(self.running, sequence.arrival, key=_arrival)]
+        sequence.running = False
         self._drop_pages(sequence)
 
     def _drop_pages(self, sequence: Sequence) -> None:
         self._pool.let_go(sequence.pages)
-        sequence.pages = []
+        sequence.pages = no_pages()
+        sequence.shared = None
         sequence.computed = sequence.drafted = 0
 
     def _share(self, sequence: Sequence) -> None:
         known = min(sequence.computed, sequence.drafted) if self._drafted else sequence.computed
         whole = known // self._page_size
-        pages = sequence.pages[:whole]
-        self.cache.insert(sequence.tokens[: whole * self._page_size], pages, sequence.epoch)
-        sequence.pages[:whole] = pages
+        sequence.shared = self.cache.insert(sequence.tokens, sequence.pages, whole, sequence.epoch, sequence.shared)
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """As many of its tokens as the budget and the pages allow; None if that is none."""
@@ -212,7 +213,7 @@ class Scheduler:
         if missing > 0:
             if not self._free_up(missing):
                 return False
-            sequence.pages += self._pool.allocate(missing)
+            sequence.pages.extend(self._pool.allocate(missing))
         return True
 
     def _free_up(self, pages: int) -> bool:
@@ -230,3 +231,7 @@ class Scheduler:
         if end > sequence.reusable or not self.cache.enabled:
             return (-1, id(sequence))
         return tuple(sequence.tokens[:end])
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

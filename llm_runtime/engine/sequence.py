@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
+from llm_runtime.engine.kv_cache import no_pages
+from llm_runtime.engine.radix_cache import Place
 from llm_runtime.output import FinishReason, GenerateOutput, TokenLogprob, version_spans
 from llm_runtime.params import GenerateRequest
 from llm_runtime.text import StopChecker
@@ -18,6 +21,7 @@ class Sequence:
     when all but the last are; whenever the last one is computed too, the next token is drawn. drafted: of how many the
     draft model's are there too, if there is one.
 
+    shared: where in the prefix cache its pages end that are there. running: whether it has begun.
     epoch: the cache epoch in which its keys and values were computed; None if the weights changed in between, so that
     nobody else may use them. versions: the weight version that drew each output token. next_scored: the first prompt
     position whose log-prob is still to be found.
@@ -32,7 +36,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     drafted: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=no_pages)
+    shared: Place | None = None
+    running: bool = False
     epoch: int | None = None
     next_scored: int = 0
     versions: list[str] = field(default_factory=list)
