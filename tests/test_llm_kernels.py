@@ -210,13 +210,14 @@ def test_norms_round_where_qwen3_does(dtype: torch.dtype) -> None:
         assert torch.equal(normed, theirs(x + y))
 
 
-def test_rotary_turns_as_qwen3_does() -> None:
+@dtypes
+def test_rotary_turns_as_qwen3_does(dtype: torch.dtype) -> None:
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    query, key = torch.randn(9, 4, 32), torch.randn(9, 2, 32)
+    query, key = torch.randn(9, 4, 32).to(dtype), torch.randn(9, 2, 32).to(dtype)
     table, positions = rotary_table(300, 32), torch.randint(0, 300, (9,))
-    cos, sin = (half.repeat(1, 2)[positions][None] for half in table.chunk(2, dim=-1))
+    cos, sin = (half.repeat(1, 2)[positions][None].to(dtype) for half in table.chunk(2, dim=-1))
     theirs = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos, sin)
     for ours, right in zip(apply_rotary(query, key, table, positions), theirs, strict=True):
         assert torch.equal(ours, right[0].transpose(0, 1))

@@ -25,7 +25,8 @@ def apply_rotary(
     """query `[N, heads, D]` and key `[N, kv_heads, D]`, turned: row n by row positions[n] of the table.
 
     cos_sin: fp32 `[max_positions, D]`, D / 2 cosines, then D / 2 sines. positions: `[N]` integers in the table, which
-    isn't checked on a GPU. fp32 inside, rounded once to query's dtype; on a GPU the same bits as on a CPU.
+    isn't checked on a GPU. Rounding rule, that of transformers' `apply_rotary_pos_emb`: cosines and sines are rounded
+    to query's dtype, then each product, then the sum; on a GPU the same bits as on a CPU.
 
     Raises:
         ValueError: shapes that don't fit, several devices, a table that isn't fp32, or mixed dtypes.
@@ -42,9 +43,9 @@ def apply_rotary(
 
 def _turned(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     def twin(heads: torch.Tensor) -> tuple[torch.Tensor]:
-        cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-        first, second = heads.float().chunk(2, dim=-1)
-        return (torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype),)
+        cos, sin = cos_sin[positions][:, None].to(heads.dtype).chunk(2, dim=-1)
+        first, second = heads.chunk(2, dim=-1)
+        return (torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1),)
 
     _, count, head_dim = x.shape
     half = block_of(head_dim // 2)

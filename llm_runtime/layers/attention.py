@@ -7,7 +7,7 @@ import torch
 from llm_runtime.layers.linear import ColumnLinear, RowLinear
 from llm_runtime.layers.norm import RMSNorm
 from llm_runtime.layers.placement import evenly, kv_share
-from llm_runtime.layers.rotary import apply_rotary
+from llm_runtime.layers.rotary import Rotation
 from llm_runtime.models.base import Attention, ModelConfig, TensorParallel
 
 
@@ -46,12 +46,13 @@ class AttentionProjections(torch.nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=config.dtype) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=config.dtype) if qk_norm else None
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """x `[N, hidden_size]`, cos and sin `[N, head_dim / 2]` -> `[N, hidden_size]`."""
+    def forward(self, x: torch.Tensor, rotation: Rotation, attention: Attention) -> torch.Tensor:
+        """x `[N, hidden_size]` -> `[N, hidden_size]`; `rotation` knows the rows' positions."""
         parts = self.qkv_proj(x).split(self.qkv_proj.widths, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        attended = attention(self.layer, apply_rotary(query, cos, sin), apply_rotary(key, cos, sin), value)
+        query, key = rotation(query, key)
+        attended = attention(self.layer, query, key, value)
         y: torch.Tensor = self.o_proj(attended.flatten(1))
         return y

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import rl_kernels.rotary as kernels
 from engine_control.errors import InvalidRequestError
 
 
@@ -22,11 +23,14 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat((first * cos + -second * sin, second * cos + first * sin), dim=-1)
 
 
-class RotaryEmbedding(torch.nn.Module):
-    """cos and sin of every position below `context_length`."""
+Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Query and key, `[N, heads, D]` and `[N, kv_heads, D]`, turned by each row's position."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+
+class RotaryEmbedding(torch.nn.Module):
+    """cos and sin of every position below `context_length`: `cos_sin` `[context_length, D]`, cosines in front."""
+
+    cos_sin: torch.Tensor
 
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, Any] | None, *, context_length: int) -> None:
         """scaling: of `config.json`; None is none.
@@ -40,12 +44,15 @@ class RotaryEmbedding(torch.nn.Module):
             frequencies, factor = inverse_frequencies(head_dim, theta, scaling)
             angles = torch.outer(torch.arange(context_length).float(), frequencies)
             cos, sin = angles.cos() * factor, angles.sin() * factor
-        self.register_buffer("cos", cos.to(device), persistent=False)
-        self.register_buffer("sin", sin.to(device), persistent=False)
+        self.register_buffer("cos_sin", torch.cat([cos, sin], dim=-1).to(device), persistent=False)
 
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions `[N]` -> cos and sin `[N, D/2]`, rounded to the dtype once for all layers."""
-        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """positions `[N]` -> how they turn queries and keys of that dtype, the same for all layers. On a GPU one kernel
+        does it; elsewhere the rows of the table are looked up and rounded here, once."""
+        if positions.device.type == "cuda":
+            return lambda query, key: kernels.apply_rotary(query, key, self.cos_sin, positions)
+        cos, sin = self.cos_sin[positions].to(dtype).chunk(2, dim=-1)
+        return lambda query, key: (apply_rotary(query, cos, sin), apply_rotary(key, cos, sin))
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[torch.Tensor, float]:

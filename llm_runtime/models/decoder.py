@@ -12,7 +12,7 @@ from llm_runtime.layers.embedding import VocabularyEmbedding, VocabularyHead
 from llm_runtime.layers.mlp import GatedMLP
 from llm_runtime.layers.moe import ExpertParts, SparseMLP
 from llm_runtime.layers.norm import RMSNorm
-from llm_runtime.layers.rotary import RotaryEmbedding
+from llm_runtime.layers.rotary import RotaryEmbedding, Rotation
 from llm_runtime.models.base import Attention, CausalLM, ModelConfig, OneRank, TensorParallel
 from llm_runtime.models.weights import PlacedWeights, SharedWeights
 
@@ -57,13 +57,13 @@ class DecoderLayer(torch.nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[N, hidden_size]` each. The layer's result is the sum of the two tensors returned; the next norm adds them
         up."""
         normed, residual = self.input_layernorm.add(x, residual)
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, *rotary, attention), residual)
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, rotation, attention), residual)
         return self.mlp(normed), residual
 
 
@@ -88,9 +88,9 @@ class Decoder(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        rotary = self.rotary(positions, x.dtype)
+        rotation = self.rotary(positions, x.dtype)
         for layer in self.layers:
-            x, residual = layer(x, residual, rotary, attention)
+            x, residual = layer(x, residual, rotation, attention)
         normed: torch.Tensor = self.norm.add(x, residual)[0]
         return normed
 

@@ -21,16 +21,20 @@ def rotary(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program n does all heads of row n. Strides come in units of UNIT elements; out is contiguous."""
+    """Program n does all heads of row n. Strides come in units of UNIT elements; out is contiguous. Every factor and
+    product is rounded to out's dtype."""
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK)
     inside = (head < HEADS)[:, None] & (column < HALF)[None, :]
     turn = cos_sin + tl.load(positions + row).to(tl.int64) * (2 * HALF) + column
-    cos = tl.load(turn, mask=column < HALF, other=0.0)[None, :]
-    sin = tl.load(turn + HALF, mask=column < HALF, other=0.0)[None, :]
+    kind = out.dtype.element_ty
+    cos = tl.load(turn, mask=column < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
+    sin = tl.load(turn + HALF, mask=column < HALF, other=0.0).to(kind).to(tl.float32)[None, :]
     source = x + (row * x_row + head * x_head)[:, None] * UNIT + column[None, :]
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     target = out + (row * HEADS + head)[:, None] * (2 * HALF) + column[None, :]
-    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+    along, across = (first * cos).to(kind).to(tl.float32), (second * sin).to(kind).to(tl.float32)
+    tl.store(target, (along - across).to(kind), mask=inside)
+    along, across = (second * cos).to(kind).to(tl.float32), (first * sin).to(kind).to(tl.float32)
+    tl.store(target + HALF, (along + across).to(kind), mask=inside)
