@@ -11,6 +11,7 @@ from tiny_llms import make_tiny_llm
 from engine_control.config import ControlConfig
 from engine_control.errors import InvalidRequestError
 from llm_runtime import LLM, LLMConfig
+from llm_runtime.engine import model_runner
 from llm_runtime.engine.certification import NotExactError
 
 PROMPTS = [[5, 9, 31, 7], list(range(20, 63)), [3], [*range(20, 63), 4, 4]]
@@ -63,6 +64,16 @@ def test_every_bit_is_as_without_a_draft(
     assert share > 0.9 if draft == "perfect" else share < 0.5
     if draft == "perfect" and not fields:
         assert stats["steps"] < 30
+
+
+def test_rows_of_one_sequence_may_lie_in_two_pieces_of_logits(
+    folders: dict[str, Path], wanted: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "LOGIT_ROWS", 3)  # as 640 rows in pieces of 512
+    llm = LLM(config=_config(folders["target"], speculative_draft_model_path=str(folders["perfect"])))
+    assert _found(llm) == wanted
+    stats = llm.engine.stats()
+    assert stats["guesses_accepted"] > 0.9 * stats["guesses"]
 
 
 def test_a_refit_is_of_the_target_the_draft_or_one_by_name(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from llm_runtime.params import GenerateRequest
 
 @dataclass(frozen=True)
 class Ahead:
-    """A sequence as it will be if guesses turn out to be right: what drawing a token needs to know of it."""
+    """A sequence as it will be if guesses turn out to be right: what drawing a token needs to know of it. It stays so
+    when the sequence itself has taken tokens, in front of it in the same step."""
 
     sequence: Sequence
     guesses: tuple[int, ...]
@@ -48,15 +49,15 @@ class Ahead:
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.sequence.tokens, *self.guesses]
+        return [*self.sequence.tokens[: self.length], *self.guesses]
 
     @property
     def output_ids(self) -> list[int]:
-        return [*self.sequence.output_ids, *self.guesses]
+        return self.tokens[self.sequence.num_prompt :]
 
     @property
     def num_output(self) -> int:
-        return self.sequence.num_output + len(self.guesses)
+        return self.length - self.sequence.num_prompt + len(self.guesses)
 
 
 class Drafter:
