@@ -111,7 +111,8 @@ class TestTheSameBits:
             assert (answer.result().num_retractions > 0) == (mode == "retract")
         llm.engine.check_integrity()
 
-    def test_after_a_sleep_in_the_middle(self, folder: Path, alone: list[GenerateOutput]) -> None:
+    @pytest.mark.parametrize("mode", ["retract", "in_place"])
+    def test_after_a_sleep_in_the_middle(self, folder: Path, alone: list[GenerateOutput], mode: str) -> None:
         config = _config(folder)
         llm = LLM(config=replace(config, control=replace(config.control, enable_memory_saver=True)))
         answers = [llm._loop.submit(str(i), _request(i)) for i in range(6)]
@@ -119,7 +120,7 @@ class TestTheSameBits:
 
         def sleep() -> None:
             if next(steps) == 9:
-                llm._loop.call("pause_generation", {"mode": "retract"})
+                llm._loop.call("pause_generation", {"mode": mode})
                 llm._loop.call("release_memory_occupation")
                 llm._loop.call("resume_memory_occupation")
                 llm._loop.call("continue_generation")
@@ -127,6 +128,7 @@ class TestTheSameBits:
         llm._loop.run_until_idle(sleep)
         for answer, wanted in zip(answers, alone, strict=True):
             _same(answer.result(), wanted)
+        llm.engine.check_integrity()
 
     def test_a_scored_sequence_has_the_log_probs_that_it_was_drawn_with(
         self, folder: Path, alone: list[GenerateOutput]

@@ -120,6 +120,8 @@ class LLMEngine:
         self.drafter = drafter
         guessing = None if drafter is None else drafter.runner
         self.weights = RankWeights(self.runner, self.config, self._forget_prefixes, draft=guessing)
+        if self.config.control.enable_memory_saver:  # what is frozen in place would go on with keys that are gone
+            self.weights.memory.on_release("kv_cache", self.retract_requests)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0))
         self._held = False
         self._counts: Counter[str] = Counter()
