@@ -46,7 +46,6 @@ COUNTED = (
     "requests_finished",
     "requests_failed",
     "requests_aborted",
-    "requests_retracted",
 )
 
 
@@ -275,6 +274,7 @@ class LLMEngine:
         """Counts since the start, and what is in the engine now."""
         held = self._pool.usable - self._pool.free
         gauges = {
+            "requests_retracted": self.scheduler.retracted,
             "guesses": 0 if self.drafter is None else self.drafter.guessed,
             "guesses_accepted": 0 if self.drafter is None else self.drafter.accepted,
             "requests_running": len(self.scheduler.running),
