@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_control.errors import InvalidRequestError
-from llm_runtime.engine.sampler import adjust, draw, gumbel, restrict
+from llm_runtime.engine.sampler import adjust, draw, noise_keys, restrict
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.params import GenerateRequest, SamplingParams, sampling_params
+from rl_kernels.gumbel_argmax import gumbel_noise
 
 VOCAB = 50
-CPU = torch.device("cpu")
+
+
+def gumbel(seeds: Iterable[int], positions: Iterable[int], width: int) -> torch.Tensor:
+    return gumbel_noise(noise_keys(list(seeds), list(positions)), width)
+
+
 rows = st.lists(st.floats(-20, 20, width=32), min_size=VOCAB, max_size=VOCAB).map(torch.tensor)
 some_tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
@@ -122,32 +129,32 @@ def test_a_draw_depends_on_nothing_beside_it(
 def test_draws_follow_the_softmax() -> None:
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     draws = 40_000
-    noisy = row.log_softmax(-1) + gumbel(range(draws), [3] * draws, 5, device=CPU)
+    noisy = row.log_softmax(-1) + gumbel(range(draws), [3] * draws, 5)
     counts = torch.bincount(noisy.argmax(-1), minlength=5).double()
     expected = row.double().softmax(-1) * draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # chi-square, 4 degrees of freedom, p = 0.001
 
 
 def test_noise_has_gumbels_mean_and_no_two_keys_share_it() -> None:
-    noise = gumbel([0, 0, 1, 2**32, 2**63 - 1], [0, 1, 0, 0, 0], 20_000, device=CPU)
+    noise = gumbel([0, 0, 1, 2**32, 2**63 - 1], [0, 1, 0, 0, 0], 20_000)
     assert abs(float(noise.mean()) - 0.5772) < 0.02
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.06
     correlations = torch.corrcoef(noise) - torch.eye(5)
     assert float(correlations.abs().max()) < 0.03
-    assert torch.equal(noise[:, :7], gumbel([0, 0, 1, 2**32, 2**63 - 1], [0, 1, 0, 0, 0], 7, device=CPU))
+    assert torch.equal(noise[:, :7], gumbel([0, 0, 1, 2**32, 2**63 - 1], [0, 1, 0, 0, 0], 7))
 
 
 @pytest.mark.parametrize("vocab", [5, 320, 1001, 40_003])
 def test_a_rows_noise_is_its_own_on_any_number_of_threads(vocab: int) -> None:
     seeds, positions = list(range(37)), [3 * i for i in range(37)]
-    whole = gumbel(seeds, positions, vocab, device=CPU)
+    whole = gumbel(seeds, positions, vocab)
     assert whole.isfinite().all()
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for rows in (slice(0, 1), slice(4, 9), slice(0, 37)):
-                assert torch.equal(gumbel(seeds[rows], positions[rows], vocab, device=CPU), whole[rows])
+                assert torch.equal(gumbel(seeds[rows], positions[rows], vocab), whole[rows])
     finally:
         torch.set_num_threads(before)
 

@@ -25,6 +25,7 @@ from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, wh
 import rl_kernels.paged_attention as paged
 from rl_kernels.certify_paged import certify_paged_attention
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
+from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.paged_attention import BLOCKS, PROGRAM, TILE, PagedPlan, paged_attention, store_kv
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
@@ -225,6 +226,23 @@ def test_all_of_this_holds_in_the_interpreter() -> None:
     assert int(passed[1]) >= 4 * len(SMALL) + 6
 
 
+@runs
+def test_draws_are_the_twins_and_a_rows_own() -> None:
+    width = 5003 if INTERPRETED else 151_936
+    scores = torch.randn(9, width).log_softmax(-1)
+    scores[4, 7:] = -torch.inf
+    scores[5, :-1] = -torch.inf
+    keys = torch.randint(-(2**63), 2**63 - 1, (9,))
+    right = Context().run(gumbel_argmax, scores, keys)
+    found = gumbel_argmax(scores.to(DEVICE), keys.to(DEVICE))
+    # Two sums that lie as near as rounding may change places; among nine rows that would be a rare accident.
+    assert torch.equal(found.cpu(), right)
+    assert int(found[5]) == width - 1
+    for row in range(9):
+        alone = gumbel_argmax(scores[row : row + 1].to(DEVICE), keys[row : row + 1].to(DEVICE))
+        assert torch.equal(alone, found[row : row + 1])
+
+
 # --- compiled without a GPU -----------------------------------------------------------------------------------------
 
 
@@ -249,11 +267,14 @@ def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
         ("silu_mul", "silu_mul", silu, warps_for(1024)),
         ("log_softmax_gather", "log_softmax", row, warps_for(4096)),
         ("log_softmax_gather", "gather_log_probs", {**row, "BLOCK_IDS": 64}, warps_for(4096)),
+        ("gumbel_argmax", "gumbel_argmax", row, warps_for(4096)),
     ]
 
 
-FP32 = ("tops", "totals", "parts", "cos_sin")
-INTEGERS = {"pages": "*i32", "starts": "*i32", "lengths": "*i32", "slots": "*i64", "positions": "*i64", "ids": "*i64"}
+FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best")
+LONG = ("slots", "positions", "ids", "keys", "tokens")
+INTEGERS = {"pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
+LOGARITHMS = ("log_softmax_gather", "gumbel_argmax")  # in fp32, whatever the model's dtype
 
 
 @compiles
@@ -270,7 +291,7 @@ def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
     if "ROWS" in constants and file == "paged_attention":
         rows, tile = BLOCKS[torch.float32 if dtype == "fp32" else torch.bfloat16]
         constants = {**constants, "ROWS": rows, "TILE": tile}
-    own = "fp32" if file == "log_softmax_gather" else dtype
+    own = "fp32" if file in LOGARITHMS else dtype
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -284,6 +305,6 @@ def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
     options = {"num_warps": warps, **COMPILED}
     assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     products = dtype == "fp32" and name in ("paged_attention", "attend_splits")
-    if not products and file != "log_softmax_gather":  # fp32 products are made of them, and so is a logarithm
+    if not products and file not in LOGARITHMS:  # fp32 products are made of them, and so is a logarithm
         assert not re.search(r"\bfma\.", assembly)
     assert ".local" not in assembly

@@ -1,8 +1,7 @@
 """From logits to tokens and log-probs, row by row: what is drawn depends on the row, its parameters and its seed alone.
 
-The noise of a row is a function of (seed, position, token): Gumbel noise, added to the logits, makes the largest sum a
-draw from the softmax (Gumbel-max; Maddison et al., 2014, "A* Sampling"). So a sequence draws the same tokens alone, in
-any batch, and again after it was put back into the queue.
+The noise of a row is a function of (seed, position, token) (`rl_kernels.gumbel_argmax`), so a sequence draws the same
+tokens alone, in any batch, and again after it was put back into the queue.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import torch
 
 from llm_runtime.output import TokenLogprob
 from llm_runtime.params import GenerateRequest, SamplingParams
+from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import row_log_softmax
 
-MASK = 0xFFFFFFFF
+WORD = 2**64 - 1
 EXCLUDED = float("-inf")
-BELOW_ONE = 1 - 2.0**-24  # the largest fp32 number that is
-VECTOR = 64  # numbers; more than any CPU computes at once
-ONE_THREADS = 32_768  # numbers that torch leaves to one thread
 
 
 class Drawing(Protocol):
@@ -76,11 +73,11 @@ def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
             restrict(scores[row], sequences[row].request.sampling)
     seeds = [sequences[row].request.seed for row in drawn]
     positions = [len(sequences[row].tokens) for row in drawn]
-    noise = gumbel(seeds, positions, logits.shape[-1], device=logits.device)
+    keys = noise_keys(seeds, positions).to(logits.device)
     if len(drawn) == len(sequences):
-        return Drawn((scores + noise).argmax(-1).tolist(), log_probs)
+        return Drawn(gumbel_argmax(scores, keys).tolist(), log_probs)
     best = logits.argmax(-1)
-    best[drawn] = (scores[drawn] + noise).argmax(-1)
+    best[drawn] = gumbel_argmax(scores[drawn], keys)
     return Drawn(best.tolist(), log_probs)
 
 
@@ -143,27 +140,10 @@ def restrict(log_probs: torch.Tensor, params: SamplingParams) -> None:
     log_probs[order[~keep]] = EXCLUDED
 
 
-def gumbel(seeds: Rows[int], positions: Rows[int], vocab_size: int, *, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise `[B, vocab_size]` (fp32): element (b, v) is a function of (seeds[b], positions[b], v).
-
-    A 64-bit key is mixed from seed and position (splitmix64, Steele et al., 2014); its halves key two rounds of
-    murmur3's 32-bit finaliser over the token. On a CPU rows are padded to whole vectors and computed in pieces that one
-    thread takes, or of one row: at the ends of what a thread computes, the library's logarithm has other bits.
-    """
-    keys = [_mixed(_mixed(seed & (2**64 - 1)) ^ position) for seed, position in zip(seeds, positions, strict=True)]
-    low = torch.tensor([key & MASK for key in keys], dtype=torch.int64, device=device)[:, None]
-    high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
-    width = -(-vocab_size // VECTOR) * VECTOR
-    tokens = torch.arange(width, dtype=torch.int64, device=device) * 0x9E3779B1 & MASK
-    rows = len(keys) if device.type != "cpu" else max(ONE_THREADS // width, 1)
-    found = [_noise(tokens, low[i : i + rows], high[i : i + rows]) for i in range(0, len(keys), rows)]
-    return (found[0] if len(found) == 1 else torch.cat(found))[:, :vocab_size]
-
-
-def _noise(tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Of u in (0, 1) this is -log(-log(1 - u)): small u, which make large noise, have their full precision in fp32."""
-    uniform = _finalised(_finalised(tokens ^ low) ^ high).add_(1).float().mul_(2.0**-32).clamp_max_(BELOW_ONE)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+def noise_keys(seeds: Rows[int], positions: Rows[int]) -> torch.Tensor:
+    """The noise's keys `[B]`, int64: seed and position, mixed by splitmix64 (Steele et al., 2014)."""
+    mixed = [_mixed(_mixed(seed & WORD) ^ position) for seed, position in zip(seeds, positions, strict=True)]
+    return torch.tensor([key - 2**64 if key >= 2**63 else key for key in mixed], dtype=torch.int64)
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
@@ -173,16 +153,7 @@ def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
 
 
 def _mixed(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & (2**64 - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    value = (value + 0x9E3779B97F4A7C15) & WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
     return value ^ (value >> 31)
-
-
-def _finalised(x: torch.Tensor) -> torch.Tensor:
-    """murmur3's fmix32 on 32 bits that are held in int64."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & MASK
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & MASK
-    return x ^ (x >> 16)
