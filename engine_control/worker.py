@@ -78,7 +78,8 @@ class Update(msgspec.Struct, tag="update", frozen=True):
 
 
 Operation = Add | Abort | Call
-Outgoing = tuple[Operation, Future[Any]] | Update
+Outgoing = tuple[Operation, Future[Any]] | int
+"""What is answered, with its answer; or the number of what has a newer update than the last that was sent."""
 
 
 class EngineWorker(Generic[Request, Result]):
@@ -100,6 +101,8 @@ class EngineWorker(Generic[Request, Result]):
         self._write_result = write_result
         self._loop: Future[StepLoop[Request, Result]] = Future()
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._updates: dict[int, Result] = {}
+        self._updating = threading.Lock()  # guards `_updates`, which two threads change
 
     def run(self, build: Callable[[], tuple[StepLoop[Request, Result], Mapping[str, object]]]) -> None:
         """Builds the engine, announces it with the description that `build` returns beside the loop, and serves it
@@ -148,13 +151,22 @@ class EngineWorker(Generic[Request, Result]):
         answer.add_done_callback(lambda done: self._outbox.put((operation, done)))
 
     def _listener(self, number: int) -> Callable[[Result], None]:
-        return lambda result: self._outbox.put(Update(number, self._write_result(result)))
+        """Has what it is called with sent, or what came after it: steps may be faster than the connection."""
+
+        def show(result: Result) -> None:
+            with self._updating:
+                waiting = number in self._updates
+                self._updates[number] = result
+            if not waiting:
+                self._outbox.put(number)
+
+        return show
 
     def _send(self, loop: StepLoop[Request, Result]) -> None:
         try:
             while (item := self._outbox.get()) is not None:
-                if isinstance(item, Update):
-                    send_message(self._connection, item)
+                if isinstance(item, int):
+                    self._send_update(item)
                     continue
                 operation, answer = item
                 self._send_reply(operation.id, self._reply(operation, answer))
@@ -163,6 +175,14 @@ class EngineWorker(Generic[Request, Result]):
             logger.info("a reply found no reader: %s", error)
         finally:
             loop.stop()  # an engine that can't answer is of no use, whatever the reason
+
+    def _send_update(self, number: int) -> None:
+        with self._updating:
+            result = self._updates.pop(number)
+        try:
+            send_message(self._connection, Update(number, self._write_result(result)))
+        except WireError as error:  # the request goes on, and its reply will say the same if it is so then
+            logger.warning("an update can't be sent: %s", error)
 
     def _send_reply(self, number: int, reply: Reply) -> None:
         try:

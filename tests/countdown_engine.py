@@ -11,7 +11,7 @@ import time
 import torch
 
 from engine_control.child import connection_from_descriptor
-from engine_control.engine import Finished
+from engine_control.engine import Finished, Progress
 from engine_control.errors import EngineError, InvalidRequestError
 from engine_control.step_loop import StepLoop
 from engine_control.worker import EngineWorker
@@ -19,7 +19,8 @@ from engine_control.worker import EngineWorker
 
 class CountdownEngine:
     """A request is `{"steps": n, ...}`; its result tells the number of the step that finished it. `fault` makes its
-    next step raise, `die` kill the process, `sleep_s` take that long. With `partial` an abort tells how many were left;
+    next step raise, `die` kill the process, `sleep_s` take that long; `show` is shown after each, with how many
+    are left, `nonsense` being nothing that can be sent. With `partial` an abort tells how many were left;
     if that is `broken`, it fails to."""
 
     def __init__(self) -> None:
@@ -46,10 +47,10 @@ class CountdownEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[Finished[dict[str, object]]]:
+    def step(self) -> list[Finished[dict[str, object]] | Progress[dict[str, object]]]:
         self.steps += 1
         self.stepped.append(tuple(self.requests))
-        finished = []
+        finished: list[Finished[dict[str, object]] | Progress[dict[str, object]]] = []
         for request_id, request in list(self.requests.items()):
             if request.get("fault") == "device":
                 raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -65,6 +66,9 @@ class CountdownEngine:
                 del self.requests[request_id]
                 result = {"step": self.steps, "echo": request.get("tensor"), "size": torch.ones(self.steps)}
                 finished.append(Finished(request_id, result=result))
+            elif "show" in request:
+                shown = object() if request["show"] == "nonsense" else request["show"]
+                finished.append(Progress(request_id, {"left": request["steps"], "shown": shown}))
         return finished
 
     def fail_unfinished(self, error: EngineError) -> list[Finished[dict[str, object]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from countdown_engine import CountdownEngine
 
 from engine_control.errors import (
     EngineDiedError,
@@ -21,6 +23,9 @@ from engine_control.errors import (
     RequestAbortedError,
 )
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
+from engine_control.step_loop import StepLoop
+from engine_control.wire import PeerClosedError, receive_message
+from engine_control.worker import EngineWorker
 
 REPOSITORY = Path(__file__).parent.parent
 QUICK = RestartPolicy(start_timeout_s=60, max_restarts=1, first_delay_s=0.01)
@@ -76,12 +81,34 @@ def test_requests_aborts_and_calls_reach_the_engine_and_stopping_ends_its_proces
         left.cancel()
         await asyncio.sleep(0.05)
         assert (await supervisor.call("stats"))["requests"] == 0
+        shown = [item async for item in supervisor.stream("shown", {"steps": 2, "show": "this", "sleep_s": 0.01})]
+        assert shown[0] == {"left": 1, "shown": "this"}
+        only = [item async for item in supervisor.stream("unshown", {"steps": 2, "show": "nonsense", "sleep_s": 0.01})]
+        assert [set(item) for item in only] == [{"step", "echo", "size"}]  # the result, from an engine that goes on
         processes.append(supervisor.process_id)
+        assert supervisor.restarts == 0
 
     began = time.monotonic()
     supervised(scenario, config=b'{"a": 1}')
     assert is_gone(processes[0])
     assert time.monotonic() - began < 30
+
+
+def test_of_what_could_not_be_sent_yet_only_the_newest_is_kept() -> None:
+    ours, theirs = socket.socketpair()
+    worker: EngineWorker[dict[str, object], dict[str, object]] = EngineWorker(
+        ours, read_request=dict, write_result=dict
+    )
+    show = worker._listener(7)
+    for left in (3, 2, 1):
+        show({"left": left})
+    worker._outbox.put(None)
+    worker._send(StepLoop(CountdownEngine()))
+    ours.close()
+    assert receive_message(theirs) == {"type": "update", "id": 7, "result": {"left": 1}}
+    with pytest.raises(PeerClosedError):
+        receive_message(theirs)
+    theirs.close()
 
 
 def test_a_crash_fails_what_waits_and_after_too_many_the_supervisor_gives_up() -> None:
