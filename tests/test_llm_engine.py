@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_llms import make_tiny_llm
 
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import EngineFaultError, InvalidRequestError
 from llm_runtime import LLM, GenerateRequest, LLMConfig, SamplingParams, WeightVersionSpan
 from llm_runtime.output import GenerateOutput
 
@@ -179,6 +179,14 @@ class TestScores:
         assert len(output.input_top_logprobs) == len(PROMPTS[0])
         assert output.output_token_ids_logprobs is not None
         assert [[token for _, token in position] for position in output.output_token_ids_logprobs] == [[2, 5]] * 3
+
+    @pytest.mark.parametrize("length", [0, 2])
+    def test_of_weights_that_are_no_numbers_there_are_none(self, folder: Path, length: int) -> None:
+        llm = LLM(config=_config(folder, deterministic="off"))
+        next(p for name, p in llm.engine.model.named_parameters() if name.endswith("norm.weight")).data.fill_(torch.nan)
+        with pytest.raises(EngineFaultError, match="not finite"):
+            llm.generate([PROMPTS[0]], {"max_new_tokens": length}, return_logprob=True, logprob_start_len=0)
+        llm.engine.check_integrity()
 
     def test_greedy_tokens_and_log_probs_are_those_of_transformers(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM

@@ -354,10 +354,10 @@ class LLMEngine:
                 sequence = _own(row)
                 if isinstance(row, Ahead) and not row.came_true:
                     continue
-                if not sequence.max_new_tokens:
-                    sequence.finish_reason = FinishReason("length", length=0)
-                elif broken[i]:
+                if broken[i]:
                     bad.add(sequence.request_id)
+                elif not sequence.max_new_tokens:
+                    sequence.finish_reason = FinishReason("length", length=0)
                 else:
                     taken.append(i)
                     sequence.append(drawn.tokens[i], self.weight_version)
