@@ -23,7 +23,8 @@ def load_draft(config: LLMConfig, model: CausalLM) -> CausalLM | None:
     """The draft model that guesses for `model`, if the configuration names one.
 
     Raises:
-        InvalidRequestError: it can't be loaded, has other tokens than the model, or ranks would share the model.
+        InvalidRequestError: it can't be loaded, has other tokens than the model or a shorter context, or ranks would
+            share the model.
     """
     path = config.speculative_draft_model_path
     if path is None:
@@ -44,6 +45,14 @@ def load_draft(config: LLMConfig, model: CausalLM) -> CausalLM | None:
             field="speculative_draft_model_path",
             value=path,
             hint="Use a draft model with the same tokenizer.",
+        )
+    longest, needed = draft.config.max_position_embeddings, config.context_length or model.config.max_position_embeddings
+    if longest < needed:
+        raise InvalidRequestError(
+            f"the draft model's context is {longest} tokens long, and the model's {needed}",
+            field="speculative_draft_model_path",
+            value=path,
+            hint="Lower context_length, or use another draft model.",
         )
     return draft
 
