@@ -104,10 +104,10 @@ def test_a_draft_that_can_not_judge_or_speak_is_refused(folders: dict[str, Path]
     other = make_tiny_llm(tmp_path / "words", layers=1, vocab_size=384)
     with pytest.raises(InvalidRequestError, match="384 tokens"):
         LLM(config=replace(config, speculative_draft_model_path=str(other)))
-    short = make_tiny_llm(tmp_path / "short", layers=1, context_length=64)
+    short = make_tiny_llm(tmp_path / "short", layers=1, context_length=128)
     shorter = replace(config, speculative_draft_model_path=str(short))
-    with pytest.raises(InvalidRequestError, match="64 tokens long, and the model's 512"):
+    with pytest.raises(InvalidRequestError, match="128 tokens long, and the model's 512"):
         LLM(config=shorter)
-    assert LLM(config=replace(shorter, context_length=64)).generate([PROMPTS[0]], PARAMS[0])
+    assert LLM(config=replace(shorter, context_length=128)).generate([PROMPTS[0]], PARAMS[0])
     with pytest.raises(InvalidRequestError, match="no 'draft' model"):
         LLM(config=_config(folders["target"])).begin_weight_update("draft")

@@ -46,7 +46,8 @@ def load_draft(config: LLMConfig, model: CausalLM) -> CausalLM | None:
             value=path,
             hint="Use a draft model with the same tokenizer.",
         )
-    longest, needed = draft.config.max_position_embeddings, config.context_length or model.config.max_position_embeddings
+    longest = draft.config.max_position_embeddings
+    needed = config.context_length or model.config.max_position_embeddings
     if longest < needed:
         raise InvalidRequestError(
             f"the draft model's context is {longest} tokens long, and the model's {needed}",
