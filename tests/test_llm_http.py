@@ -174,6 +174,7 @@ def test_a_list_of_prompts_and_n_samples_are_the_requests_one_by_one(llm_service
         ({"text": "a", "lora_path": "adapter"}, "lora_path"),
         ({"text": "a", "custom_logit_processor": "code"}, "custom_logit_processor"),
         ({"text": "a", "session_params": {"id": 1}}, "session_params"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [5] * 50_000}, "token_ids_logprob"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -88,8 +88,8 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        request = self.request
-        return request.return_logprob or request.top_logprobs_num > 0 or bool(request.token_ids_logprob)
+        """Whether the log-probs of its tokens are handed out at all, and with them those of others."""
+        return self.request.return_logprob
 
     def append(self, token: int, version: str) -> None:
         """Takes a drawn token, and notes whether the sequence is finished by it."""

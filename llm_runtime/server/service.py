@@ -26,6 +26,7 @@ WORKER_MODULE = "llm_runtime.server.worker"
 GAUGES = ("requests_running", "requests_waiting", "tokens_in_use", "tokens_cached_now", "kv_cache_usage")
 STEPS_WAIT_S = 1.0  # of /health_generate for its own request, before it looks whether others make progress
 ARBITRARY_SEED = 2**31  # a bound of seeds that nobody chose
+LOG_PROBS = 4_000_000  # of one sequence: what a message between the processes has room for
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,10 @@ class LLMService(EngineService):
         rids: of each prompt instead, and of its samples `rid_0`, `rid_1`.
 
         Raises:
-            LimitExceededError: they are more than this service queues.
+            LimitExceededError: they are more than this service queues, or ask for more log-probs than a reply holds.
         """
+        for prompt in prompts:
+            self._check_log_probs(prompt)
         total = sum(prompt.sampling.n for prompt in prompts)
         if total > self.llm_config.max_queued_requests:
             raise LimitExceededError(
@@ -240,6 +243,22 @@ class LLMService(EngineService):
         if self.llm_config.skip_tokenizer_init:
             return None
         return Tokenizer(self.llm_config.tokenizer_path or model_folder(self.llm_config.model_path))
+
+    def _check_log_probs(self, prompt: GenerateRequest) -> None:
+        """Refuses what may come to be more than can be answered, before the engine makes it. An output without a bound
+        counts nothing."""
+        if not prompt.return_logprob:
+            return
+        top = min(prompt.top_logprobs_num, int(self.supervisor.description.get("vocab_size", 0)))
+        chosen = len(prompt.token_ids_logprob)
+        tokens = len(prompt.input_ids) - prompt.first_scored + (prompt.sampling.max_new_tokens or 0)
+        if tokens * (1 + top + chosen) > LOG_PROBS:
+            raise LimitExceededError(
+                f"{1 + top + chosen} log-probs of {tokens} tokens, at most {LOG_PROBS} altogether are given",
+                field="token_ids_logprob" if chosen > top else "top_logprobs_num",
+                value=max(chosen, top),
+                hint="Ask for fewer of each token, for fewer tokens, or for those of the prompt in several requests.",
+            )
 
     def _seed(self, sampling: SamplingParams) -> int:
         if sampling.sampling_seed is not None:
