@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine_control.config import ControlConfig
+from engine_control.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class LLMConfig:
     weight_load_formats: tuple[str, ...] = ()
     weight_transfer_timeout_s: float = 300.0
     random_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "max_prefill_tokens", "page_size", "max_total_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:  # no step would ever compute anything
+                raise InvalidRequestError(f"{name} must be at least 1, not {value}", field=name, value=value)
 
 
 @dataclass(frozen=True)

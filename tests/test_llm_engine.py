@@ -321,6 +321,13 @@ class TestBadInput:
         assert llm.engine.stats()["requests_waiting"] == 0
 
 
+    @pytest.mark.parametrize("field", ["max_running_requests", "max_prefill_tokens", "page_size", "max_total_tokens"])
+    def test_an_engine_with_room_for_nothing_is_refused(self, field: str) -> None:
+        with pytest.raises(InvalidRequestError) as refused:
+            LLMConfig(**{field: 0})  # type: ignore[arg-type]
+        assert refused.value.field == field
+
+
 _LLMS: dict[Path, LLM] = {}
 
 
