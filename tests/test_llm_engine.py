@@ -320,7 +320,6 @@ class TestBadInput:
         assert refused.value.field == field
         assert llm.engine.stats()["requests_waiting"] == 0
 
-
     @pytest.mark.parametrize("field", ["max_running_requests", "max_prefill_tokens", "page_size", "max_total_tokens"])
     def test_an_engine_with_room_for_nothing_is_refused(self, field: str) -> None:
         with pytest.raises(InvalidRequestError) as refused:
