@@ -66,6 +66,7 @@ class TestTheSameBits:
             {"disable_radix_cache": True},
             {"max_prefill_tokens": 5},
             {"max_running_requests": 2},
+            {"context_length": 70},  # less than the certification's longest sequence
             {"page_size": 4},
             {"max_total_tokens": 112},  # less than the six need together
             {"max_total_tokens": 112, "page_size": 4, "max_prefill_tokens": 7},

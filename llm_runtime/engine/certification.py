@@ -205,7 +205,7 @@ def _part(runner: ModelRunner, index: int, start: int, end: int) -> ForwardBatch
     pages = list(range(first, first + _pages(end, page_size)))
     slots = [pages[p // page_size] * page_size + p % page_size for p in range(start, end)]
     tokens = [(7919 * index + 104729 * p + 13) % vocab for p in range(start, end)]
-    positions = list(range(start, end))
+    positions = [p % runner.model.context_length for p in range(start, end)]  # what a token is turned by, no more
     return ForwardBatch(tokens, positions, slots, [pages], [end - start], [end], list(range(end - start)), [])
 
 

@@ -81,9 +81,10 @@ class OneRank:
 
 class CausalLM(torch.nn.Module, ABC):
     """A decoder-only language model on one rank. Row i of every result depends on token i, its position and what
-    `attention` returns for it alone."""
+    `attention` returns for it alone. Positions below `context_length` can be computed."""
 
     config: ModelConfig
+    context_length: int
     tensor_parallel: TensorParallel
 
     @abstractmethod
