@@ -118,10 +118,11 @@ class EngineSupervisor:
             EngineError: what the engine answered, or that it is not there.
         """
         life = self._ready_life()
+        added, answer = life.add(request_id, request)
         try:
-            result = await life.perform(lambda number: Add(number, request_id, request))
+            result = await answer
         except asyncio.CancelledError:
-            life.post(lambda number: Abort(number, request_id, discard=True))
+            life.post(lambda number: Abort(number, request_id, discard=True, added=added))
             raise
         self._crashes = 0
         return result
@@ -136,7 +137,7 @@ class EngineSupervisor:
         """
         life = self._ready_life()
         updates = _Newest()
-        final = life.perform(lambda number: Add(number, request_id, request, stream=True), updates.put)
+        added, final = life.add(request_id, request, updates.put)
         final.add_done_callback(lambda done: updates.wake())
         try:
             while not final.done():
@@ -147,7 +148,7 @@ class EngineSupervisor:
         finally:
             if not final.done():
                 final.cancel()
-                life.post(lambda number: Abort(number, request_id, discard=True))
+                life.post(lambda number: Abort(number, request_id, discard=True, added=added))
         self._crashes = 0
         yield result
 
@@ -284,6 +285,19 @@ class EngineLife:
         future.add_done_callback(lambda done: self._forget(operation.id))
         self._outbox.put(operation)
         return future
+
+    def add(
+        self, request_id: str, request: object, on_update: Callable[[Any], None] | None = None
+    ) -> tuple[int, asyncio.Future[Any]]:
+        """Sends a request; the operation's number, and the future of its reply."""
+        numbers: list[int] = []
+
+        def make(number: int) -> Operation:
+            numbers.append(number)
+            return Add(number, request_id, request, stream=on_update is not None)
+
+        answer = self.perform(make, on_update)
+        return (numbers[0] if numbers else 0), answer
 
     def post(self, make: Callable[[int], Operation]) -> None:
         """Sends an operation whose reply nobody waits for."""

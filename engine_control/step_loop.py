@@ -111,12 +111,18 @@ class StepLoop(Generic[Request, Result]):
         self._mailbox.put(lambda: self._add(request_id, request, future, on_progress))
         return future
 
-    def abort(self, request_id: str, *, discard: bool = False) -> Future[bool]:
+    def abort(self, request_id: str, *, discard: bool = False, of: Future[Any] | None = None) -> Future[bool]:
         """Posts an abort. Afterwards the request's own future holds what the engine gives out of it as a partial
         result, or a `RequestAbortedError`, and no step computes anything for it. `discard` asks for no partial result:
-        nobody would read it. The answer says whether there was such a request."""
+        nobody would read it. `of` is what the request's `submit` returned: another one with the same id is left alone.
+        The answer says whether there was such a request."""
         future = _running_future()
-        self._mailbox.put(lambda: self._answer(future, lambda: self._abort(request_id, discard=discard)))
+
+        def abort() -> bool:
+            mine = of is None or self._waiting.get(request_id) is of
+            return mine and self._abort(request_id, discard=discard)
+
+        self._mailbox.put(lambda: self._answer(future, abort))
         return future
 
     def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Future[object]:

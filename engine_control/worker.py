@@ -40,12 +40,13 @@ class Add(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Drops a request between two steps; with `discard`, without a partial result. The reply is whether there was
-    one."""
+    """Drops a request between two steps; with `discard`, without a partial result. `added` is the operation that added
+    it: a request of another one that has the same id stays. The reply is whether there was one."""
 
     id: int
     request_id: str
     discard: bool = False
+    added: int | None = None
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
@@ -101,6 +102,7 @@ class EngineWorker(Generic[Request, Result]):
         self._write_result = write_result
         self._loop: Future[StepLoop[Request, Result]] = Future()
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._added: dict[int, Future[Any]] = {}
         self._updates: dict[int, Result] = {}
         self._updating = threading.Lock()  # guards `_updates`, which two threads change
 
@@ -145,10 +147,23 @@ class EngineWorker(Generic[Request, Result]):
                     answer = Future()
                     answer.set_exception(error)
             case Abort():
-                answer = loop.abort(operation.request_id, discard=operation.discard)
+                answer = self._abort(loop, operation)
             case Call():
                 answer = loop.call(operation.name, operation.arguments)
+        if isinstance(operation, Add):
+            self._added[operation.id] = answer
+            answer.add_done_callback(lambda done: self._added.pop(operation.id, None))
         answer.add_done_callback(lambda done: self._outbox.put((operation, done)))
+
+    def _abort(self, loop: StepLoop[Request, Result], operation: Abort) -> Future[Any]:
+        if operation.added is None:
+            return loop.abort(operation.request_id, discard=operation.discard)
+        added = self._added.get(operation.added)
+        if added is not None:
+            return loop.abort(operation.request_id, discard=operation.discard, of=added)
+        answered: Future[Any] = Future()  # it was answered, or refused, by now
+        answered.set_result(False)
+        return answered
 
     def _listener(self, number: int) -> Callable[[Result], None]:
         """Has what it is called with sent, or what came after it: steps may be faster than the connection."""

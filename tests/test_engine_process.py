@@ -81,6 +81,14 @@ def test_requests_aborts_and_calls_reach_the_engine_and_stopping_ends_its_proces
         left.cancel()
         await asyncio.sleep(0.05)
         assert (await supervisor.call("stats"))["requests"] == 0
+        twin = asyncio.create_task(supervisor.submit("twin", {"steps": 1000, "sleep_s": 0.005}))
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(supervisor.submit("twin", {"steps": 1000}))
+        await asyncio.sleep(0)
+        other.cancel()  # its refusal hasn't come, and it must not take the one with its id along
+        await asyncio.sleep(0.05)
+        assert (await supervisor.call("stats"))["requests"] == 1
+        twin.cancel()
         shown = [item async for item in supervisor.stream("shown", {"steps": 2, "show": "this", "sleep_s": 0.01})]
         assert shown[0] == {"left": 1, "shown": "this"}
         only = [item async for item in supervisor.stream("unshown", {"steps": 2, "show": "nonsense", "sleep_s": 0.01})]

@@ -60,6 +60,7 @@ class PagePool:
         self.num_pages = num_pages
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
+        self.let_gos = 0  # how often somebody let go of something: what couldn't be evicted before can't be until then
 
     @property
     def free(self) -> int:
@@ -84,6 +85,7 @@ class PagePool:
 
     def let_go(self, pages: Iterable[int]) -> None:
         """A page that nobody holds any more is free."""
+        self.let_gos += 1
         for page in pages:
             self.references[page] -= 1
             if self.references[page] == 0:

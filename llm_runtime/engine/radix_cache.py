@@ -47,6 +47,7 @@ class RadixCache:
         self.enabled = enabled
         self._clock = 0
         self._root = _Node(None, (), 0)
+        self._exhausted = -1  # when nothing could be evicted, by the pool's count
         self.epoch = 0
         self.size = 0
 
@@ -98,6 +99,8 @@ class RadixCache:
     def evict(self, count: int) -> int:
         """Frees so many pages, or more, so that it needn't look for them at every step; or all that can be. Says how
         many."""
+        if self._exhausted == self._pool.let_gos:
+            return 0
         count = max(count, self.size // 16)
         leaves = [(node.used, id(node), node) for node in self._nodes() if self._evictable(node)]
         heapq.heapify(leaves)
@@ -112,6 +115,8 @@ class RadixCache:
             parent = node.parent
             if parent is not self._root and self._evictable(parent):
                 heapq.heappush(leaves, (parent.used, id(parent), parent))
+        if freed < count:
+            self._exhausted = self._pool.let_gos
         return freed
 
     def reset(self) -> None:

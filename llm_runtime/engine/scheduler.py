@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 from llm_runtime.engine.kv_cache import PagePool, no_pages
 from llm_runtime.engine.radix_cache import RadixCache
@@ -66,7 +67,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def find(self, request_id: str) -> Sequence | None:
-        return next((s for s in (*self.running, *self.waiting) if s.request_id == request_id), None)
+        return next((s for s in chain(self.running, self.waiting) if s.request_id == request_id), None)
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """The next step's chunks, decoding ones first; every page that they write to is held. With `admit`, waiting
@@ -84,10 +85,12 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.remaining > 1 and budget > 0:
                 chunk = self._chunk(sequence, budget)
-                if chunk is not None:
-                    budget -= chunk.end - chunk.start
-                    chunks.append(chunk)
-                    prefixes.add(self._next_prefix(sequence))
+                if chunk is None:
+                    admit = False  # whoever began earlier gets the next page
+                    continue
+                budget -= chunk.end - chunk.start
+                chunks.append(chunk)
+                prefixes.add(self._next_prefix(sequence))
         if admit:
             self._admit(chunks, budget, prefixes)
         return chunks

@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, LimitExceededError
 from engine_control.server.bodies import Fields, fields_from
+from llm_runtime.config import LLMConfig
 from llm_runtime.params import GenerateRequest, SamplingParams, sampling_params
 from llm_runtime.server.service import no_tokenizer
 from llm_runtime.text import Tokenizer
 
+MOST_PROMPTS = LLMConfig().max_queued_requests
 ABSENT = (
     "input_embeds",
     "image_data",
@@ -177,6 +179,7 @@ def _prompts(fields: GenerateFields, tokenizer: Tokenizer | None) -> tuple[list[
     if fields.input_ids is not None:
         batch = any(isinstance(entry, list) for entry in fields.input_ids)
         lists = fields.input_ids if batch else [fields.input_ids]
+        refuse_many(lists)
         return [token_list("input_ids", entry) for entry in lists], batch
     if tokenizer is None:
         raise no_tokenizer()
@@ -184,7 +187,22 @@ def _prompts(fields: GenerateFields, tokenizer: Tokenizer | None) -> tuple[list[
     texts = fields.text if isinstance(fields.text, list) else [fields.text or ""]
     if not texts:
         raise InvalidRequestError("text is an empty list", field="text", hint="Send at least one prompt.")
+    refuse_many(texts)
     return [tuple(tokenizer.encode(text)) for text in texts], batch
+
+
+def refuse_many(prompts: Sequence[object]) -> None:
+    """Refuses more prompts than any service queues, before anything is made of them.
+
+    Raises:
+        LimitExceededError: naming how many they are.
+    """
+    if len(prompts) > MOST_PROMPTS:
+        raise LimitExceededError(
+            f"{len(prompts)} prompts in one request, at most {MOST_PROMPTS} are taken",
+            value=len(prompts),
+            hint="Send fewer prompts at a time.",
+        )
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:

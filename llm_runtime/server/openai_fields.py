@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from engine_control.errors import InvalidRequestError
 from engine_control.server.bodies import Fields, fields_from
 from llm_runtime.params import GenerateRequest, SamplingParams, sampling_params
-from llm_runtime.server.generate_fields import load_object, refuse_absent, token_list
+from llm_runtime.server.generate_fields import load_object, refuse_absent, refuse_many, token_list
 from llm_runtime.text import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the context's end
@@ -252,6 +252,7 @@ def _prompts(prompt: Any) -> list[str | Sequence[int]]:
     if isinstance(prompt, list) and prompt:
         if isinstance(prompt[0], int):
             return [token_list("prompt", prompt)]
+        refuse_many(prompt)
         if all(isinstance(entry, str) for entry in prompt):
             return list(prompt)
         return [token_list("prompt", entry) for entry in prompt]

@@ -45,7 +45,8 @@ def gumbel_argmax(
     uniform = tl.minimum((bits.to(tl.float32) + 1.0) * 2.3283064365386963e-10, BELOW_ONE)
     noise = -tl.log(_exponential(uniform))
     score = tl.load(scores + row * WIDTH + token, mask=token < WIDTH, other=LOWEST)
-    total = tl.where(token < WIDTH, score + noise, LOWEST)
+    total = score + noise
+    total = tl.where((token < WIDTH) & (total == total), total, LOWEST)  # what is no number is no place beyond the row
     at = tl.argmax(total, axis=0)
     place = row * tl.num_programs(1) + block
     tl.store(best + place, tl.max(total, axis=0))
