@@ -15,10 +15,11 @@ import transformers
 
 from engine_control.control import Control
 from engine_control.engine import Finished, Progress
-from engine_control.errors import EngineError, EngineFaultError, InvalidRequestError, QueueFullError
+from engine_control.errors import EngineError, EngineFaultError, QueueFullError
 from engine_control.rank import Outcome, RankCommand, RankControl
 from engine_control.step_loop import StepLoop
 from llm_runtime.config import LLMConfig
+from llm_runtime.engine.admission import Admission
 from llm_runtime.engine.certification import Exactness, make_exact
 from llm_runtime.engine.kv_cache import PagePool
 from llm_runtime.engine.radix_cache import RadixCache
@@ -34,7 +35,7 @@ from llm_runtime.models.loading import load_model, model_folder
 from llm_runtime.output import FinishReason, GenerateOutput
 from llm_runtime.parallel.ranks import NoRanks, OnDeath, Ranks, device_of, start_ranks
 from llm_runtime.params import GenerateRequest
-from llm_runtime.text import StopChecker, Tokenizer
+from llm_runtime.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class LLMEngine:
         self.ranks.complete(exact=self.exactness.enabled)
         drafter = None if draft is None else make_drafter(draft, self.runner, self.config, exact=self.exactness.enabled)
         self._pool = PagePool(pages)
+        room = min(self.context_length, self._pool.usable * page_size)
+        self.admission = Admission(model.config, tokenizer, room=room)
         self.prefixes = RadixCache(self._pool, page_size, enabled=not self.config.disable_radix_cache)
         self.scheduler = Scheduler(
             self._pool,
@@ -134,74 +137,12 @@ class LLMEngine:
                 f"{len(self.scheduler.waiting)} requests are waiting",
                 hint="Send it again later, or raise max_queued_requests.",
             )
-        params = request.sampling
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        checker = None
-        if params.stop:
-            assert self.tokenizer is not None  # check_request has seen to it
-            checker = StopChecker(self.tokenizer, params.stop)
-        self.scheduler.add(
-            Sequence(
-                request_id=request_id,
-                request=request,
-                arrival=self._arrivals,
-                max_new_tokens=self._max_new_tokens(request),
-                stop_token_ids=frozenset(stops),
-                stop_checker=checker,
-            )
-        )
+        self.scheduler.add(self.admission.sequence(request_id, request, self._arrivals))
         self._arrivals += 1
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an output: the model's, and the tokenizer's."""
-        named = () if self.tokenizer is None else self.tokenizer.eos_token_ids
-        return tuple(dict.fromkeys((*self.model.config.eos_token_ids, *named)))
-
     def check_request(self, request: GenerateRequest) -> None:
-        """Refuses what `add_request` would refuse for the request's own sake, and queues nothing.
-
-        Raises:
-            InvalidRequestError: naming the field.
-        """
-        prompt, vocab = request.input_ids, self.model.config.vocab_size
-        if not prompt:
-            raise InvalidRequestError("the prompt has no token", code="empty_prompt", field="input_ids")
-        for field, tokens in (
-            ("input_ids", prompt),
-            ("stop_token_ids", request.sampling.stop_token_ids),
-            ("token_ids_logprob", request.token_ids_logprob),
-            ("logit_bias", tuple(request.sampling.logit_bias)),
-        ):
-            wrong = next((t for t in tokens if not 0 <= t < vocab), None)
-            if wrong is not None:
-                raise InvalidRequestError(
-                    f"there is no token {wrong}", field=field, value=wrong, hint=f"Tokens are 0 to {vocab - 1}."
-                )
-        room = min(self.context_length, self._pool.usable * self.config.page_size)
-        wanted = request.sampling.max_new_tokens
-        if len(prompt) + (wanted if wanted is not None else 1) > room:
-            what = "" if not wanted else f" and {wanted} new ones"
-            raise InvalidRequestError(
-                f"a prompt of {len(prompt)} tokens{what} doesn't fit: there is room for {room}",
-                code="prompt_too_long",
-                field="input_ids",
-                value=len(prompt),
-                hint="Shorten the prompt, lower max_new_tokens, or raise context_length or max_total_tokens.",
-            )
-        if request.logprob_start_len > len(prompt):
-            raise InvalidRequestError(
-                f"logprob_start_len={request.logprob_start_len} is beyond the prompt's {len(prompt)} tokens",
-                field="logprob_start_len",
-                value=request.logprob_start_len,
-            )
-        if request.sampling.stop and self.tokenizer is None:
-            raise InvalidRequestError(
-                "stop strings need a tokenizer, and none is loaded",
-                field="sampling_params.stop",
-                value=list(request.sampling.stop),
-                hint="Send stop_token_ids, or start without --skip-tokenizer-init.",
-            )
+        """Refuses what `add_request` would refuse for the request's own sake, and queues nothing."""
+        self.admission.check(request)
 
     def abort_request(self, request_id: str) -> bool:
         sequence = self.scheduler.find(request_id)
@@ -302,10 +243,10 @@ class LLMEngine:
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "weight_version": self.weight_version,
             "vocab_size": model.vocab_size,
-            "eos_token_ids": list(self.eos_token_ids),
+            "eos_token_ids": list(self.admission.eos_token_ids),
             "context_length": self.context_length,
             "max_total_num_tokens": self._pool.usable * self.config.page_size,
-            "max_req_input_len": min(self.context_length, self._pool.usable * self.config.page_size) - 1,
+            "max_req_input_len": self.admission.room - 1,
             "max_running_requests": self.config.max_running_requests,
             "page_size": self.config.page_size,
             "tp_size": self.config.tp_size,
@@ -400,11 +341,6 @@ class LLMEngine:
 
     def _forget_prefixes(self) -> None:
         self.prefixes.reset()
-
-    def _max_new_tokens(self, request: GenerateRequest) -> int:
-        wanted = request.sampling.max_new_tokens
-        room = min(self.context_length, self._pool.usable * self.config.page_size) - len(request.input_ids)
-        return room if wanted is None else wanted
 
 
 def _own(row: Sequence | Ahead) -> Sequence:
