@@ -13,6 +13,7 @@ from typing import Any
 from engine_control.errors import InvalidRequestError
 
 GREEDY_BELOW = 1e-6  # a temperature below it is greedy
+LARGEST_BIAS = 1e6  # of a logit; far beyond any, and far from what fp32 can't hold
 LARGEST_SEED = 2**63 - 1
 
 
@@ -77,8 +78,13 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise InvalidRequestError("an empty stop string would stop at once", field="stop", value="")
         for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise InvalidRequestError(f"logit_bias of token {token} is {bias}", field="logit_bias", value=bias)
+            if not abs(bias) <= LARGEST_BIAS:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token} is {bias}",
+                    field="sampling_params.logit_bias",
+                    value=bias,
+                    hint=f"It must be at least -{LARGEST_BIAS:g} and at most {LARGEST_BIAS:g}.",
+                )
 
     @property
     def greedy(self) -> bool:

@@ -175,6 +175,15 @@ def test_a_list_of_prompts_and_n_samples_are_the_requests_one_by_one(llm_service
         ({"text": "a", "custom_logit_processor": "code"}, "custom_logit_processor"),
         ({"text": "a", "session_params": {"id": 1}}, "session_params"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": [5] * 50_000}, "token_ids_logprob"),
+        (
+            {
+                "text": "a",
+                "return_logprob": True,
+                "token_ids_logprob": [5] * 30_000,
+                "sampling_params": {"max_new_tokens": None},
+            },
+            "token_ids_logprob",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -185,6 +185,8 @@ def test_a_row_that_is_no_number_is_told_from_the_others(row: torch.Tensor) -> N
         {"stop_token_ids": "12"},
         {"ignore_eos": 1},
         {"logit_bias": {"a": 1}},
+        {"logit_bias": {"1": 1e300}},
+        {"logit_bias": {"1": math.nan}},
         {"sampling_seed": -1},
         {"json_schema": "{}"},
     ],

@@ -245,13 +245,16 @@ class LLMService(EngineService):
         return Tokenizer(self.llm_config.tokenizer_path or model_folder(self.llm_config.model_path))
 
     def _check_log_probs(self, prompt: GenerateRequest) -> None:
-        """Refuses what may come to be more than can be answered, before the engine makes it. An output without a bound
-        counts nothing."""
+        """Refuses what may come to be more than can be answered, before the engine makes it."""
         if not prompt.return_logprob:
             return
         top = min(prompt.top_logprobs_num, int(self.supervisor.description.get("vocab_size", 0)))
         chosen = len(prompt.token_ids_logprob)
-        tokens = len(prompt.input_ids) - prompt.first_scored + (prompt.sampling.max_new_tokens or 0)
+        new = prompt.sampling.max_new_tokens
+        if new is None:  # as many as fit; without anything beside the tokens' own log-probs a reply holds them
+            room = int(self.supervisor.description.get("max_req_input_len", 0))
+            new = max(room - len(prompt.input_ids), 0) if top + chosen else 0
+        tokens = len(prompt.input_ids) - prompt.first_scored + new
         if tokens * (1 + top + chosen) > LOG_PROBS:
             raise LimitExceededError(
                 f"{1 + top + chosen} log-probs of {tokens} tokens, at most {LOG_PROBS} altogether are given",
