@@ -26,11 +26,11 @@ import torch
 
 from benchmarks import measure
 from benchmarks.full_size import SHAPES
-from diffusion_rl.config import EngineConfig, engine_environment
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.rollout.engine import RolloutEngine
 from engine_control.child import start_child
-from engine_control.config import ControlConfig
+from engine_control.config import ControlConfig, engine_environment
 from engine_control.refit.backends.direct import direct_info
 from engine_control.step_loop import StepLoop
 from engine_control.wire import receive_message, send_message

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from diffusion_rl.config import EngineConfig, default_threads, engine_environment
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.sample import RolloutSample
 from engine_control.child import connection_from_descriptor, start_child
+from engine_control.config import default_threads, engine_environment
 from engine_control.wire import PeerClosedError, receive_message, send_message
 
 

@@ -56,7 +56,7 @@ def _run(name: str, folder: Path) -> bool:
 
 def _environment() -> dict[str, str]:
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "kernels")]
-    from diffusion_rl.config import engine_environment
+    from engine_control.config import engine_environment
 
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return {**engine_environment(), **quiet, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

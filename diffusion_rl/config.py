@@ -138,26 +138,3 @@ class ServerConfig:
     max_reply_bytes_in_flight: int = 4 * 1024**3
     send_timeout_s: float = 60.0
     health_generate_timeout_s: float = 30.0
-
-
-def default_threads(ranks: int = 1) -> int:
-    """CPU threads of each of `ranks` processes: `OMP_NUM_THREADS` if set, else their share of this process's cores."""
-    value = os.environ.get("OMP_NUM_THREADS", "")
-    return int(value) if value.isdigit() and int(value) > 0 else max(len(os.sched_getaffinity(0)) // ranks, 1)
-
-
-def engine_environment(ranks: int = 1) -> dict[str, str]:
-    """Environment of an engine process, one of `ranks`, to be set before it imports torch.
-
-    Passive waiting keeps the OpenMP threads of the engine from spinning against the HTTP process on a small machine.
-    The malloc settings (glibc's) keep freed activations in the process: by default it hands buffers of many megabytes
-    back to the system and faults them in again at every step, which doubles the time of a large batch on a CPU.
-    """
-    environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
-    environment.setdefault("OMP_NUM_THREADS", str(default_threads(ranks)))
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-    environment.setdefault("MALLOC_TOP_PAD_", str(2**26))
-    return environment

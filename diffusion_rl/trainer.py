@@ -22,8 +22,8 @@ import torch
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, family_for
 from diffusion_rl.models.compiled import refuse_inexact_replay
-from diffusion_rl.rollout.certification import NotExactError, cache_of, make_exact
-from engine_control.errors import InvalidRequestError
+from diffusion_rl.rollout.certification import cache_of, make_exact
+from engine_control.errors import InvalidRequestError, NotExactError
 from rl_kernels import AttentionPlan, exact_forward, exact_mode
 from rl_kernels.mode import Choices
 

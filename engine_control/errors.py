@@ -142,6 +142,13 @@ class EnginePausedError(EngineUnavailableError):
     default_code = "engine_paused"
 
 
+class NotExactError(EngineError):
+    """Deterministic inference was asked for, and an operation of this model can't be made exact on this device."""
+
+    status = 500
+    default_code = "not_exact"
+
+
 class EngineAsleepError(EngineUnavailableError):
     """What the request needs was released (or came back empty). Resume it, or send weights, then retry."""
 

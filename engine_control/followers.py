@@ -17,8 +17,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from engine_control.wire import PeerClosedError, WireError, receive_message, sen
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
 EXIT_GRACE_S = 5.0
 SETTLE_S = 1.0
 COLLECTIVE_GRACE_S = 2.0  # how long a follower may take to end by itself when rank 0 is gone
@@ -114,7 +115,41 @@ class Followers:
     def check(self) -> None:
         """Raises the error of the first follower that ended, if one has."""
         if self._death is not None:
-            raise EngineDiedError(self._death.message, hint=self._death.hint)
+            raise type(self._death)(self._death.message, hint=self._death.hint)
+
+    def everywhere(self, decision: object, own: Callable[[], R]) -> tuple[R, list[Any]]:
+        """Has every follower carry the decision out while this process computes `own`; its value, and their answers.
+
+        Raises:
+            EngineDiedError: as `together`, or a follower ends instead of answering.
+        """
+        self.tell_each([decision] * len(self._ranks))
+        with self.together():
+            mine = own()
+        return mine, self.answers()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around work that every rank takes part in. An error in it leaves nobody knowing where the others stand, so it
+        ends them."""
+        try:
+            yield
+        except Exception as error:
+            self.settle()
+            self.check()
+            raise self.end(
+                EngineDiedError(
+                    f"rank 0 failed in a step that all ranks share: {type(error).__name__}: {error}",
+                    hint="The engine must be started anew.",
+                )
+            ) from error
+
+    def end(self, error: EngineDiedError) -> EngineDiedError:
+        """Afterwards the followers are gone, and whoever needs them gets this error, which is returned."""
+        with self._lock:
+            self._death = error
+        self.close()
+        return error
 
     @property
     def process_ids(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -96,21 +95,3 @@ class ServerConfig:
     max_requests_in_flight: int = 65_536
     send_timeout_s: float = 60.0
     health_generate_timeout_s: float = 20.0
-
-
-def engine_environment(ranks: int = 1) -> dict[str, str]:
-    """Environment of an engine process, one of `ranks`, to be set before it imports torch.
-
-    Passive waiting keeps the OpenMP threads of the engine from spinning against the HTTP process on a small machine;
-    the malloc settings (glibc's) keep freed activations in the process instead of faulting them in again.
-    """
-    environment = dict(os.environ)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    share = int(threads) if threads.isdigit() and int(threads) > 0 else len(os.sched_getaffinity(0)) // ranks
-    environment["OMP_NUM_THREADS"] = str(max(share, 1))
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-    environment.setdefault("MALLOC_TOP_PAD_", str(2**26))
-    return environment

@@ -12,8 +12,9 @@ from tiny_models import qwen_image_pipeline, save, sd3_pipeline
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import family_for
-from diffusion_rl.rollout.certification import NotExactError, certify_family, make_exact
+from diffusion_rl.rollout.certification import certify_family, make_exact
 from diffusion_rl.rollout.engine import build_engine
+from engine_control.errors import NotExactError
 from rl_kernels.attention import attention
 from rl_kernels.certify import ROWWISE, OperationClass, Recorded, certify, linear_rows, record, shards
 from rl_kernels.linear import IMPLEMENTATIONS, fixed_tiles, library_call, padded_rows

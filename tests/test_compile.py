@@ -22,12 +22,12 @@ from diffusion_rl.models.compiled import CompiledForward, refuse_inexact_replay
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.params import RolloutParams
-from diffusion_rl.rollout.certification import NotExactError, make_exact, probe_batch
+from diffusion_rl.rollout.certification import make_exact, probe_batch
 from diffusion_rl.rollout.compilation import compile_family, compiled_rows, picked, refuse_compiled_ranks
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, NotExactError
 from rl_kernels.certify import Verdict
 
 ROWS = 4

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models import ModelFamily, family_for
-from diffusion_rl.rollout.certification import NotExactError, make_exact
+from diffusion_rl.rollout.certification import make_exact
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers.sde import SDESchedulerMixin
 from diffusion_rl.trainer import certified_family, exact_training
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, NotExactError
 from rl_kernels import exact_mode, exact_mode_is_on
 from rl_kernels.settings import PROCESS_SETTINGS
 

@@ -9,10 +9,9 @@ import pytest
 from tiny_llms import make_tiny_llm
 
 from engine_control.config import ControlConfig
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, NotExactError
 from llm_runtime import LLM, LLMConfig
 from llm_runtime.engine import model_runner
-from llm_runtime.engine.certification import NotExactError
 
 PROMPTS = [[5, 9, 31, 7], list(range(20, 63)), [3], [*range(20, 63), 4, 4]]
 PARAMS = [

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffusion_rl.config import engine_environment
+from engine_control.config import engine_environment
 from engine_control.errors import ConflictError, InsufficientMemoryError, InvalidRequestError
 from engine_control.memory.backup import SlabBackup
 from engine_control.memory.base import MemoryMechanism, mechanisms, move, storages_of

@@ -21,7 +21,8 @@ from rich.text import Text
 
 from diffusion_rl.cli import options
 from diffusion_rl.cli.loading import load_pipeline
-from diffusion_rl.config import EngineConfig, default_threads
+from diffusion_rl.config import EngineConfig
+from engine_control.config import default_threads
 from engine_control.errors import EngineError
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ import typer
 from diffusion_rl.cli import options
 from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig, default_verdict_cache
 from diffusion_rl.params import Limits
+from engine_control.commands import INTERRUPTED
 from engine_control.config import ControlConfig
 
 ENGINE, SERVER, LIMITS, RANKS = EngineConfig(), ServerConfig(), Limits(), ParallelConfig()
 CONTROL = ControlConfig()
 MEBIBYTE = 1024 * 1024
-INTERRUPTED = 130  # exit code, as shells have it
 
 
 def serve(

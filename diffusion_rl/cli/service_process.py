@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffusion_rl.config import engine_environment
+from engine_control.config import engine_environment
 from engine_control.service_process import ServiceProcess, running
 
 __all__ = ["ServiceProcess", "running_service"]

@@ -5,9 +5,8 @@ An engine without other ranks has `NoRanks`, so that it needs no special case.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diffusion_rl.config import EngineConfig, engine_environment
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.layout import Layout, device_of
+from engine_control.config import engine_environment
 from engine_control.errors import EngineDiedError, EngineError
 from engine_control.followers import Followers
 from engine_control.groups import Rendezvous
@@ -129,7 +129,6 @@ class OtherRanks:
         self._followers = Followers(follower, [environment] * (layout.ranks - 1), on_death=tell)
         self._reports: list[Report | None] = [None] * layout.ranks
         self._timeout_s = config.parallel.collective_timeout_s
-        self._error: EngineDiedError | None = None
         try:
             self._followers.tell_each([Load(rank, config, self._devices[rank]) for rank in range(1, layout.ranks)])
         except EngineError:
@@ -157,17 +156,16 @@ class OtherRanks:
             self._directory.cleanup()
 
     def announce(self, decision: object) -> None:
-        self._check()
         self._followers.announce(decision)
 
     def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
-        self._check()
+        self._followers.check()
         own = own_report([digest() for digest in digests], self.arrangement)
         answers = [msgspec.convert(a, Report) for a in self._followers.ask(decision)]
         self._reports = [own, *answers]
         for rank, report in enumerate(answers, start=1):
             if report.digests != own.digests:
-                raise self._broken(
+                raise self._followers.end(
                     RanksDisagreeError(
                         f"rank {rank} holds other latents than rank 0",
                         hint="A fault of the hardware or of this program; the engine must be started anew.",
@@ -175,26 +173,11 @@ class OtherRanks:
                 )
 
     def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
-        self._check()
-        self._followers.tell_each([decision] * (len(self._devices) - 1))
-        with self.together():
-            mine = own()
-        return [mine, *(msgspec.convert(answer, Outcome) for answer in self._followers.answers())]
+        mine, answers = self._followers.everywhere(decision, own)
+        return [mine, *(msgspec.convert(answer, Outcome) for answer in answers)]
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """An error in here leaves nobody knowing where the others stand, so it ends the engine."""
-        try:
-            yield
-        except Exception as error:
-            self._followers.settle()
-            self._followers.check()
-            raise self._broken(
-                EngineDiedError(
-                    f"rank 0 failed in a step that all ranks share: {type(error).__name__}: {error}",
-                    hint="The engine must be started anew.",
-                )
-            ) from error
+    def together(self) -> AbstractContextManager[None]:
+        return self._followers.together()
 
     def describe(self) -> list[dict[str, object]]:
         reports = zip(self._devices, [None, *self._followers.process_ids], self._reports, strict=True)
@@ -207,16 +190,6 @@ class OtherRanks:
             }
             for device, process_id, report in reports
         ]
-
-    def _broken(self, error: EngineDiedError) -> EngineDiedError:
-        """Afterwards the other ranks are gone, and whoever needs them gets this error."""
-        self._error = error
-        self._followers.close()
-        return error
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(self._error.message, hint=self._error.hint)
 
     def _compare(self, own: object) -> None:
         for rank, answer in enumerate(self._followers.answers(), start=1):

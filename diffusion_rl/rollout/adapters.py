@@ -19,9 +19,9 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.runner import eager
-from diffusion_rl.rollout.certification import NotExactError, probe_batch
+from diffusion_rl.rollout.certification import probe_batch
 from engine_control.checksum import combined_digest, device_digests
-from engine_control.errors import RefitRefusedError
+from engine_control.errors import NotExactError, RefitRefusedError
 from engine_control.refit.adapter import AdapterConfig, unknown_adapter
 from engine_control.refit.lora import check_fit, pairs_of
 from rl_kernels.certify import certify, record

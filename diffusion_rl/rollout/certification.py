@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from diffusion_rl.config import EngineConfig, kernel_settings
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.layout import Layout
-from engine_control.errors import EngineError
-from rl_kernels.certify import Certificate, Verdict, certify, record
+from engine_control.errors import NotExactError
+from rl_kernels.certify import Certificate, Exactness, Verdict, certify, record
 from rl_kernels.certify_fused import STOCK, certify_fused, record_fused
 from rl_kernels.fused import triton_is_installed
 from rl_kernels.mode import LIBRARY, Choices
@@ -30,32 +30,6 @@ LARGEST_DECODED_SIDE = 128  # pixels; larger pictures gain nothing from company
 SLICES = ((0, 1), (1, 3), (2, 5))  # of SAMPLES, for the whole transformer
 CHOSEN = ("chosen operations",)  # what the whole transformer is tried with
 PACKAGE = Path(__file__).parents[1]
-
-
-class NotExactError(EngineError):
-    """Deterministic inference was asked for, and an operation of this model can't be made exact on this device."""
-
-    status = 500
-    default_code = "not_exact"
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """What was found, and whether the engine runs in exact mode because of it. certificate None: nobody looked."""
-
-    enabled: bool
-    certificate: Certificate | None
-
-    def describe(self) -> dict[str, object]:
-        """For `/server_info` and `diffusion-rl doctor`."""
-        certificate = self.certificate
-        return {
-            "enabled": self.enabled,
-            "certified": None if certificate is None else certificate.exact,
-            "refused": [] if certificate is None else list(certificate.refused),
-            "cached": 0 if certificate is None else certificate.cached,
-            "table": [] if certificate is None else [vars(v) for v in certificate.verdicts],
-        }
 
 
 def cache_of(config: EngineConfig) -> VerdictCache | None:

@@ -14,9 +14,9 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import Layout
-from diffusion_rl.rollout.certification import Exactness, NotExactError, probe_batch
-from engine_control.errors import InvalidRequestError
-from rl_kernels.certify import Verdict
+from diffusion_rl.rollout.certification import probe_batch
+from engine_control.errors import InvalidRequestError, NotExactError
+from rl_kernels.certify import Exactness, Verdict
 
 logger = logging.getLogger(__name__)
 

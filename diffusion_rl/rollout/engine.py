@@ -27,7 +27,7 @@ from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.batcher import pick_batch
-from diffusion_rl.rollout.certification import DECODE_TOGETHER, Exactness, cache_of, make_exact
+from diffusion_rl.rollout.certification import DECODE_TOGETHER, cache_of, make_exact
 from diffusion_rl.rollout.compilation import compile_family, compiled_rows
 from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, Retract, digest, keys
 from diffusion_rl.rollout.prompt_cache import PromptCache
@@ -52,6 +52,7 @@ from engine_control.engine import Finished
 from engine_control.errors import EngineDiedError, EngineError, EngineFaultError
 from engine_control.rank import Outcome, RankCommand, RankControl
 from engine_control.step_loop import StepLoop
+from rl_kernels.certify import Exactness
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.offload import offload_of
 from diffusion_rl.models.runner import eager
-from diffusion_rl.rollout.certification import Exactness, part_of, probe_batch
-from rl_kernels.certify import Verdict
+from diffusion_rl.rollout.certification import part_of, probe_batch
+from rl_kernels.certify import Exactness, Verdict
 
 RUNS = 3  # of a probed shape: eager, captured, replayed
 

@@ -19,11 +19,11 @@ from diffusion_rl.parallel.arrangement import Arrangement, arrange
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
 from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
 from diffusion_rl.parallel.tensor import TensorParallel
-from diffusion_rl.rollout.certification import Exactness, cache_of, certify_ranks, make_exact
+from diffusion_rl.rollout.certification import cache_of, certify_ranks, make_exact
 from diffusion_rl.rollout.compilation import refuse_compiled_ranks
 from engine_control.errors import InvalidRequestError
 from engine_control.groups import RankGroup, Rendezvous
-from rl_kernels.certify import Certificate
+from rl_kernels.certify import Certificate, Exactness
 from rl_kernels.mode import Choices
 
 Loader = Callable[[EngineConfig, str], ModelFamily]

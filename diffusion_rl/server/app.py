@@ -11,12 +11,10 @@ from diffusion_rl.config import EngineConfig, ServerConfig
 from diffusion_rl.server.problem import http_problem, problem_response
 from diffusion_rl.server.routes import ROLLOUT_PATH, info_router, rollout_router
 from diffusion_rl.server.service import RolloutService
-from engine_control.server.bodies import WEIGHT_PATHS
 from engine_control.server.failures import install_error_handlers
 from engine_control.server.health import health_router
 from engine_control.server.lora import lora_router
-from engine_control.server.middleware import BodyLimit, CountRequests, EndAtShutdown, LimitInFlight
-from engine_control.server.serving import Address, StartFailure, engine_running, serve_app
+from engine_control.server.serving import Address, StartFailure, add_limits, engine_running, serve_app
 from engine_control.server.sglang import sglang_router
 from engine_control.server.vllm import vllm_router
 
@@ -47,7 +45,6 @@ def create_app(
 
     app = FastAPI(title="diffusion-rl", description=DESCRIPTION, lifespan=lifespan)
     app.state.service = service
-    app.state.requests = EndAtShutdown.Requests()
     install_error_handlers(app, problem_response, http_problem)
     app.include_router(rollout_router(service))
     app.include_router(health_router(service))
@@ -55,31 +52,15 @@ def create_app(
     app.include_router(sglang_router(service, engine="diffusion"))
     app.include_router(vllm_router(service))
     app.include_router(lora_router(service))
-    app.add_middleware(
-        BodyLimit,
-        failure=problem_response,
-        max_bytes=server_config.max_body_bytes,
-        timeout_s=server_config.body_timeout_s,
-        but=WEIGHT_PATHS,
-    )
-    app.add_middleware(
-        BodyLimit,
-        failure=problem_response,
-        max_bytes=server_config.max_weights_body_bytes,
-        timeout_s=server_config.weights_body_timeout_s,
-        only=WEIGHT_PATHS,
-        raised_by=("max_weights_body_bytes", "weights_body_timeout_s"),
-    )
-    app.add_middleware(
-        LimitInFlight,
+    add_limits(
+        app,
+        service.metrics,
+        server_config,
         failure=problem_response,
         paths=(ROLLOUT_PATH,),
-        gauge=service.in_flight,
-        limit=server_config.max_requests_in_flight,
+        in_flight=service.in_flight,
         obstacle=service.replies.refusal,
     )
-    app.add_middleware(EndAtShutdown, failure=problem_response, requests=app.state.requests)
-    app.add_middleware(CountRequests, metrics=service.metrics)  # added last, so outermost: it sees every answer
     return app
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 
-from diffusion_rl.config import EngineConfig, ServerConfig, Wire, engine_environment
+from diffusion_rl.config import EngineConfig, ServerConfig, Wire
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.server.encoding import EncodedBody, encode
 from diffusion_rl.server.responses import RepliesInFlight
 from diffusion_rl.server.rows import response_rows, sample_from_plain
 from diffusion_rl.server.schema import ParsedRequest, load_json, parse_rollout_request
+from engine_control.config import engine_environment
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
 from engine_control.server.metrics import Metrics
 from engine_control.server.service import EngineService

@@ -11,13 +11,18 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import Gauge
 
-from engine_control.errors import EngineUnavailableError, InvalidRequestError
+from engine_control.errors import EngineUnavailableError, InvalidRequestError, QueueFullError
+from engine_control.server.bodies import WEIGHT_PATHS
 from engine_control.server.connections import REPLY_GRACE_S, Server, limited_protocol
+from engine_control.server.failures import Failure
+from engine_control.server.metrics import Metrics
+from engine_control.server.middleware import BodyLimit, CountRequests, EndAtShutdown, LimitInFlight
 from engine_control.server.service import EngineService
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,65 @@ class Address:
     port: int
     header_timeout_s: float
     send_timeout_s: float
+
+
+class RequestLimits(Protocol):
+    """The bounds that every service configures, under these names."""
+
+    @property
+    def max_body_bytes(self) -> int: ...
+
+    @property
+    def body_timeout_s(self) -> float: ...
+
+    @property
+    def max_weights_body_bytes(self) -> int: ...
+
+    @property
+    def weights_body_timeout_s(self) -> float: ...
+
+    @property
+    def max_requests_in_flight(self) -> int: ...
+
+
+def add_limits(
+    app: FastAPI,
+    metrics: Metrics,
+    limits: RequestLimits,
+    *,
+    failure: Failure,
+    paths: tuple[str, ...],
+    in_flight: Gauge,
+    obstacle: Callable[[], QueueFullError | None] = lambda: None,
+) -> None:
+    """Bounds what comes in: bodies, those of routes that take weights by bounds of their own, and the requests to
+    `paths` at a time. Afterwards the app has what `serve_app` ends at a shutdown, and counts every answer."""
+    app.state.requests = EndAtShutdown.Requests()
+    app.add_middleware(
+        BodyLimit,
+        failure=failure,
+        max_bytes=limits.max_body_bytes,
+        timeout_s=limits.body_timeout_s,
+        but=WEIGHT_PATHS,
+    )
+    app.add_middleware(
+        BodyLimit,
+        failure=failure,
+        max_bytes=limits.max_weights_body_bytes,
+        timeout_s=limits.weights_body_timeout_s,
+        only=WEIGHT_PATHS,
+        raised_by=("max_weights_body_bytes", "weights_body_timeout_s"),
+    )
+    app.add_middleware(
+        LimitInFlight,
+        failure=failure,
+        paths=paths,
+        gauge=in_flight,
+        limit=limits.max_requests_in_flight,
+        obstacle=obstacle,
+    )
+    app.add_middleware(EndAtShutdown, failure=failure, requests=app.state.requests)
+    app.add_middleware(CountRequests, metrics=metrics)  # added last, so outermost: it sees every answer
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +118,7 @@ async def engine_running(
 def serve_app(make_app: Callable[[StartFailure], FastAPI], address: Address, *, log: str) -> None:
     """Serves until SIGTERM or SIGINT. Afterwards the engine process is gone too.
 
-    `make_app` gets what its `engine_running` is to call; the app has `EndAtShutdown.Requests` as `app.state.requests`.
+    `make_app` gets what its `engine_running` is to call; the app has its `add_limits`.
     `log`: the app's own logger, which is shown beside the control layer's.
 
     Raises:

@@ -104,6 +104,25 @@ class Certificate:
         return sum(v.cached for v in self.verdicts)
 
 
+@dataclass(frozen=True)
+class Exactness:
+    """What was found, and whether an engine runs in exact mode because of it. certificate None: nobody looked."""
+
+    enabled: bool
+    certificate: Certificate | None
+
+    def describe(self) -> dict[str, object]:
+        """For whoever asks what holds, and by name what doesn't."""
+        certificate = self.certificate
+        return {
+            "enabled": self.enabled,
+            "certified": None if certificate is None else certificate.exact,
+            "refused": [] if certificate is None else list(certificate.refused),
+            "cached": 0 if certificate is None else certificate.cached,
+            "table": [] if certificate is None else [vars(v) for v in certificate.verdicts],
+        }
+
+
 def record(forward: Callable[[], object]) -> dict[OperationClass, Recorded]:
     """Every distinct class of watched operation that runs in exact mode during `forward()`."""
     seen: dict[OperationClass, Recorded] = {}

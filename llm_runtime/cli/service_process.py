@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine_control.config import engine_environment
 from engine_control.service_process import ServiceProcess, running
-from llm_runtime.config import engine_environment
 
 __all__ = ["ServiceProcess", "running_service"]
 

@@ -8,16 +8,15 @@ passes; then the whole model, with those: a sequence at once, in chunks, token b
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 
-from engine_control.errors import EngineError
+from engine_control.errors import NotExactError
 from llm_runtime.engine.batches import ForwardBatch, joined
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
-from rl_kernels.certify import Certificate, Verdict, certify, record
+from rl_kernels.certify import Certificate, Exactness, Verdict, certify, record
 from rl_kernels.certify_paged import certify_paged_attention
 from rl_kernels.mode import LIBRARY
 
@@ -27,31 +26,6 @@ LENGTHS = (37, 5, 90, 1)  # of the sequences that the whole model is tried with,
 CHUNKS = (1, 16, 7, 29)  # how the first of them is cut, besides token by token
 GRAPHED = (1, 3, 4)  # how many of them decode together, for graphs: one of these is padded
 TRIED = ("chosen operations",)
-
-
-class NotExactError(EngineError):
-    """Deterministic inference was asked for, and an operation of this model can't be made exact on this device."""
-
-    status = 500
-    default_code = "not_exact"
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """What was found, and whether the engine runs in exact mode because of it. certificate None: nobody looked."""
-
-    enabled: bool
-    certificate: Certificate | None
-
-    def describe(self) -> dict[str, object]:
-        """For `/server_info`."""
-        certificate = self.certificate
-        return {
-            "enabled": self.enabled,
-            "certified": None if certificate is None else certificate.exact,
-            "refused": [] if certificate is None else list(certificate.refused),
-            "table": [] if certificate is None else [vars(v) for v in certificate.verdicts],
-        }
 
 
 def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Exactness:

@@ -20,7 +20,7 @@ from engine_control.rank import Outcome, RankCommand, RankControl
 from engine_control.step_loop import StepLoop
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.admission import Admission
-from llm_runtime.engine.certification import Exactness, make_exact
+from llm_runtime.engine.certification import make_exact
 from llm_runtime.engine.kv_cache import PagePool
 from llm_runtime.engine.radix_cache import RadixCache
 from llm_runtime.engine.rank_weights import RankWeights, rank_settings
@@ -36,6 +36,7 @@ from llm_runtime.output import FinishReason, GenerateOutput
 from llm_runtime.parallel.ranks import NoRanks, OnDeath, Ranks, device_of, start_ranks
 from llm_runtime.params import GenerateRequest
 from llm_runtime.text import Tokenizer
+from rl_kernels.certify import Exactness
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class LLMEngine:
         )
         self.drafter = drafter
         guessing = None if drafter is None else drafter.runner
-        self.weights = RankWeights(self.runner, self.config, self._forget_prefixes, draft=guessing)
+        self.weights = RankWeights(self.runner, self.config, self.prefixes.reset, draft=guessing)
         if self.config.control.enable_memory_saver:  # what is frozen in place would go on with keys that are gone
             self.weights.memory.on_release("kv_cache", self.retract_requests)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0))
@@ -195,8 +196,7 @@ class LLMEngine:
             chunks = self.drafter.guess(chunks, room)
             self.drafter.follow(chunks)
         plan = plan_step(chunks, self.config.page_size)
-        if self.ranks.tensor_parallel.size > 1:
-            self.ranks.announce(plan.batch.plain())
+        self.ranks.announce(plan.batch)
         with self.ranks.together(), torch.inference_mode():
             drawing, scored = self.runner.forward(plan.batch)
             self._score(plan, scored)
@@ -338,9 +338,6 @@ class LLMEngine:
             elif sequence.request.stream:
                 results.append(Progress(sequence.request_id, sequence.output(self.weight_version)))
         return results
-
-    def _forget_prefixes(self) -> None:
-        self.prefixes.reset()
 
 
 def _own(row: Sequence | Ahead) -> Sequence:

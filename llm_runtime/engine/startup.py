@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, NotExactError
 from llm_runtime.config import LLMConfig
-from llm_runtime.engine.certification import NotExactError, make_exact
+from llm_runtime.engine.certification import make_exact
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.engine.speculation import Drafter

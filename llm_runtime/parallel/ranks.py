@@ -6,9 +6,8 @@ prefix cache; a batch says in plain numbers which tokens go where.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +15,13 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from engine_control.config import engine_environment
 from engine_control.errors import EngineDiedError, InvalidRequestError
 from engine_control.followers import Followers
 from engine_control.groups import RankGroup, Rendezvous
 from engine_control.rank import Outcome
-from llm_runtime.config import LLMConfig, engine_environment
+from llm_runtime.config import LLMConfig
+from llm_runtime.engine.batches import ForwardBatch
 from llm_runtime.models.base import OneRank, TensorParallel
 from llm_runtime.models.loading import check_tensor_parallel
 
@@ -72,7 +73,7 @@ class Ranks(Protocol):
 
     tensor_parallel: TensorParallel
 
-    def announce(self, decision: object) -> None:
+    def announce(self, batch: ForwardBatch) -> None:
         """Tells every other rank what rank 0 computes next."""
 
     def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
@@ -97,7 +98,7 @@ class NoRanks:
     def __init__(self) -> None:
         self.tensor_parallel: TensorParallel = OneRank()
 
-    def announce(self, decision: object) -> None:
+    def announce(self, batch: ForwardBatch) -> None:
         pass
 
     def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
@@ -123,7 +124,6 @@ class OtherRanks:
         """Starts the processes, which begin to load the model at once, and meets them."""
         size = config.tp_size
         devices = [device_of(rank, config) for rank in range(size)]
-        self._error: EngineDiedError | None = None
         self._group: RankGroup | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="llm-runtime-ranks-")  # nobody else may enter it
         path = str(Path(self._directory.name) / "store")
@@ -139,31 +139,15 @@ class OtherRanks:
             raise
         self.tensor_parallel: TensorParallel = Shared(self._group)
 
-    def announce(self, decision: object) -> None:
-        self._check()
-        self._followers.announce(decision)
+    def announce(self, batch: ForwardBatch) -> None:
+        self._followers.announce(batch.plain())
 
     def everywhere(self, decision: object, own: Callable[[], Outcome]) -> list[Outcome]:
-        self._check()
-        self._followers.tell_each([decision] * (self.tensor_parallel.size - 1))
-        with self.together():
-            mine = own()
-        return [mine, *(msgspec.convert(answer, Outcome) for answer in self._followers.answers())]
+        mine, answers = self._followers.everywhere(decision, own)
+        return [mine, *(msgspec.convert(answer, Outcome) for answer in answers)]
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """An error in here leaves nobody knowing where the others stand, so it ends the engine."""
-        try:
-            yield
-        except Exception as error:
-            self._followers.settle()
-            self._followers.check()
-            self._error = EngineDiedError(
-                f"rank 0 failed in work that all ranks share: {type(error).__name__}: {error}",
-                hint="The engine must be started anew.",
-            )
-            self._followers.close()
-            raise self._error from error
+    def together(self) -> AbstractContextManager[None]:
+        return self._followers.together()
 
     def agree_on_pages(self, own: int) -> int:
         pages = min(own, *self._followers.answers())
@@ -194,10 +178,6 @@ class OtherRanks:
         """Lets rank 0 go from a collective in which it waits for the dead."""
         if self._group is not None:
             self._group.abort()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise EngineDiedError(self._error.message, hint=self._error.hint)
 
 
 def meet(path: str, rank: int, size: int, device: str, timeout_s: float) -> RankGroup:

@@ -9,11 +9,9 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine_control.server.bodies import WEIGHT_PATHS
 from engine_control.server.failures import install_error_handlers, json_response, vllm_failure
 from engine_control.server.health import health_router
-from engine_control.server.middleware import BodyLimit, CountRequests, EndAtShutdown, LimitInFlight
-from engine_control.server.serving import Address, StartFailure, engine_running, serve_app
+from engine_control.server.serving import Address, StartFailure, add_limits, engine_running, serve_app
 from engine_control.server.sglang import sglang_router
 from engine_control.server.vllm import vllm_router
 from llm_runtime.config import LLMConfig, ServerConfig
@@ -47,7 +45,6 @@ def create_app(
 
     app = FastAPI(title="llm-runtime", description=DESCRIPTION, lifespan=lifespan)
     app.state.service = service
-    app.state.requests = EndAtShutdown.Requests()
     install_error_handlers(app, vllm_failure, _http_failure)
     for router in (
         generate_router(service),
@@ -59,7 +56,14 @@ def create_app(
         vllm_router(service),
     ):
         app.include_router(router)
-    _add_limits(app, service, server_config)
+    add_limits(
+        app,
+        service.metrics,
+        server_config,
+        failure=vllm_failure,
+        paths=GENERATION_PATHS,
+        in_flight=service.in_flight,
+    )
     return app
 
 
@@ -75,33 +79,6 @@ def serve(llm_config: LLMConfig, server_config: ServerConfig) -> None:
         _address(server_config),
         log="llm_runtime",
     )
-
-
-def _add_limits(app: FastAPI, service: LLMService, config: ServerConfig) -> None:
-    app.add_middleware(
-        BodyLimit,
-        failure=vllm_failure,
-        max_bytes=config.max_body_bytes,
-        timeout_s=config.body_timeout_s,
-        but=WEIGHT_PATHS,
-    )
-    app.add_middleware(
-        BodyLimit,
-        failure=vllm_failure,
-        max_bytes=config.max_weights_body_bytes,
-        timeout_s=config.weights_body_timeout_s,
-        only=WEIGHT_PATHS,
-        raised_by=("max_weights_body_bytes", "weights_body_timeout_s"),
-    )
-    app.add_middleware(
-        LimitInFlight,
-        failure=vllm_failure,
-        paths=GENERATION_PATHS,
-        gauge=service.in_flight,
-        limit=config.max_requests_in_flight,
-    )
-    app.add_middleware(EndAtShutdown, failure=vllm_failure, requests=app.state.requests)
-    app.add_middleware(CountRequests, metrics=service.metrics)  # added last, so outermost: it sees every answer
 
 
 def _address(config: ServerConfig) -> Address:

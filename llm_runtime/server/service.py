@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from engine_control.config import engine_environment
 from engine_control.errors import EngineError, InvalidRequestError, LimitExceededError
 from engine_control.process import EngineState, EngineSupervisor, RestartPolicy
 from engine_control.server.metrics import Metrics
 from engine_control.server.service import EngineService
-from llm_runtime.config import LLMConfig, ServerConfig, engine_environment
+from llm_runtime.config import LLMConfig, ServerConfig
 from llm_runtime.output import GenerateOutput
 from llm_runtime.params import LARGEST_SEED, GenerateRequest, SamplingParams, samples_of
 from llm_runtime.text import Tokenizer
