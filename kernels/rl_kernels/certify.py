@@ -28,6 +28,7 @@ ROWWISE: dict[Callable[..., Any], str] = {
     F.rms_norm: "rms_norm",
     F.group_norm: "group_norm",
     F.conv2d: "conv2d",
+    F.conv3d: "conv3d",
     F.silu: "silu",
     F.gelu: "gelu",
     F.softmax: "softmax",
@@ -42,11 +43,12 @@ ROWWISE: dict[Callable[..., Any], str] = {
     torch.Tensor.mean: "mean",
     torch.Tensor.pow: "pow",
 }
+ATTENTIONS = ("attention", "cross_attention")
 POSITIVE = ("rsqrt", "pow")  # defined, or interesting, for positive numbers
 SLICES = ((0, 1), (0, 2), (1, 3), (2, 5), (3, 8))  # [start, end) of a batch of 8
 BATCH = 8
 RANKS = (2, 4, 8)  # the degrees of sequence parallelism whose shards are probed
-WHOLE_SAMPLES = ("conv2d", "group_norm")  # their second axis isn't one of tokens
+WHOLE_SAMPLES = ("conv2d", "conv3d", "group_norm")  # their second axis isn't one of tokens
 LINEAR_ROWS = (*range(1, 34), 48, 64, 77, 100, 128, 200, 257, 512, 777, 1024)
 # In order of preference, not of measured time: two processes on equal machines must choose alike, or a trainer's
 # forward would not have the rollout's bits.
@@ -57,7 +59,8 @@ LINEAR_CANDIDATES = ("padded_rows", "fixed_tiles")
 class OperationClass:
     """One class of operation in a model: its name, the shape that decides its kernel, its dtype.
 
-    shape is (K, N) of a linear layer, (heads, tokens, D) of an attention, else the input's shape without the batch.
+    shape is (K, N) of a linear layer, (heads, tokens, D) of an attention, (heads, queries, keys, D) of one to another
+    sequence, else the input's shape without the batch.
     """
 
     operation: str
@@ -163,8 +166,8 @@ def certify(
             if kind.operation == "linear" and verdict.implementation is not None:
                 k, n = kind.shape
                 linear_choices[k, n, kind.dtype] = verdict.implementation
-            elif kind.operation == "attention" and verdict.implementation == "per_sample":
-                heads, _, d = kind.shape
+            elif kind.operation in ATTENTIONS and verdict.implementation == "per_sample":
+                heads, *_, d = kind.shape
                 per_sample |= {(heads // ranks, d, kind.dtype) for ranks in (1, *RANKS) if heads % ranks == 0}
             elif verdict.implementation == "folded":
                 folded.add((kind.shape[-1], kind.dtype))
@@ -196,8 +199,11 @@ def _classify(
         return kind, Recorded(function, tokens=(x.shape[1:-1].numel(),))
     if function is F.scaled_dot_product_attention:
         query = args[0] if args else kwargs["query"]
-        kind = OperationClass("attention", tuple(query.shape[1:]), query.dtype)
-        return kind, Recorded(function)
+        key = args[1] if len(args) > 1 else kwargs["key"]
+        heads, queries, d = query.shape[1:]
+        if key.shape[2] != queries:
+            return OperationClass("cross_attention", (heads, queries, key.shape[2], d), query.dtype), Recorded(function)
+        return OperationClass("attention", (heads, queries, d), query.dtype), Recorded(function)
     name = ROWWISE.get(function)
     if name is None or not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
         return None
@@ -215,7 +221,7 @@ def _asked(
         rows = linear_rows(call.tokens)
         details = f"{rows} {[_name(IMPLEMENTATIONS[name]) for name in linears]}"
         return Question(str(kind), linears, details), partial(_certify_linear, kind, device, linears, rows)
-    if kind.operation == "attention":
+    if kind.operation in ATTENTIONS:
         ways = ("library", "per_sample")
         return Question(str(kind), ways, _name(attention)), partial(_certify_attention, kind, device, ways)
     arguments = [_described(a) for a in call.args] + [f"{k}={_described(v)}" for k, v in sorted(call.kwargs.items())]
@@ -254,8 +260,10 @@ def _certify_linear(
 
 
 def _certify_attention(kind: OperationClass, device: torch.device, names: tuple[str, ...]) -> Verdict:
-    heads, tokens, d = kind.shape
-    tensors = tuple(_random((BATCH, heads, tokens, d), kind, device, seed) for seed in range(3))
+    heads, queries, *others, d = kind.shape
+    keys = others[0] if others else queries
+    shapes = [(BATCH, heads, tokens, d) for tokens in (queries, keys, keys)]
+    tensors = tuple(_random(shape, kind, device, seed) for seed, shape in enumerate(shapes))
     failure = None
     for name in names:
         attend = partial(attention, per_sample=name == "per_sample")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -22,13 +24,20 @@ def is_patch_conv(
 
 
 def patch_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x `[B, C, H, W]`, weight `[N, C, p, q]`, result `[B, N, H // p, W // q]`: one row of the linear layer a patch."""
-    batch, channels, height, width = x.shape
-    n, _, p, q = weight.shape
-    rows, cols = height // p, width // q
-    patches = x[:, :, : rows * p, : cols * q].reshape(batch, channels, rows, p, cols, q).permute(0, 2, 4, 1, 3, 5)
-    y = linear(patches.reshape(batch, rows * cols, channels * p * q), weight.reshape(n, -1), bias)
-    return y.transpose(1, 2).reshape(batch, n, rows, cols)
+    """x `[B, C, H, W]`, weight `[N, C, p, q]`, result `[B, N, H // p, W // q]`: one row of the linear layer a patch.
+
+    In any number of dimensions: a video's x is `[B, C, F, H, W]`.
+    """
+    batch, channels = x.shape[:2]
+    n, patch = weight.shape[0], weight.shape[2:]
+    grid = [size // side for size, side in zip(x.shape[2:], patch, strict=True)]
+    pairs = list(zip(grid, patch, strict=True))
+    whole = x[(slice(None), slice(None), *(slice(count * side) for count, side in pairs))]
+    split = whole.reshape(batch, channels, *(number for pair in pairs for number in pair))
+    end = 2 + 2 * len(grid)
+    patches = split.permute(0, *range(2, end, 2), 1, *range(3, end, 2))
+    y = linear(patches.reshape(batch, math.prod(grid), channels * math.prod(patch)), weight.reshape(n, -1), bias)
+    return y.transpose(1, 2).reshape(batch, n, *grid)
 
 
 def conv2d(

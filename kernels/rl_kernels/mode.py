@@ -49,7 +49,7 @@ LIBRARY = Choices(default_linear="library", exact=False)
 
 
 class _ExactMode(TorchFunctionMode):
-    """Replaces three functions and lets every other one through."""
+    """Replaces a few functions and lets every other one through."""
 
     def __init__(self, plan: AttentionPlan | None, choices: Choices) -> None:
         super().__init__()
@@ -60,6 +60,7 @@ class _ExactMode(TorchFunctionMode):
             F.linear: self._linear,
             F.scaled_dot_product_attention: self._attention,
             F.conv2d: self._conv2d,
+            F.conv3d: self._conv3d,
         }
         if choices.folded_means:
             self._replaced[torch.Tensor.mean] = self._mean
@@ -124,14 +125,29 @@ class _ExactMode(TorchFunctionMode):
         dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        pads = padding if isinstance(padding, str) else _pair(padding)
-        if x.dim() == 4 and is_patch_conv(weight, _pair(stride), pads, _pair(dilation), groups):
+        pads = padding if isinstance(padding, str) else _each(padding, 2)
+        if x.dim() == 4 and is_patch_conv(weight, _each(stride, 2), pads, _each(dilation, 2), groups):
             return patch_conv(x, weight, bias)
-        return conv2d(x, weight, bias, _pair(stride), pads, _pair(dilation), groups)
+        return conv2d(x, weight, bias, _each(stride, 2), pads, _each(dilation, 2), groups)
+
+    @staticmethod
+    def _conv3d(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        pads = padding if isinstance(padding, str) else _each(padding, 3)
+        if x.dim() == 5 and is_patch_conv(weight, _each(stride, 3), pads, _each(dilation, 3), groups):
+            return patch_conv(x, weight, bias)
+        return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value, value) if isinstance(value, int) else tuple(value)
+def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (value,) * count if isinstance(value, int) else tuple(value)
 
 
 def _renamed(kwargs: dict[str, Any] | None) -> dict[str, Any]:
