@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
+from rl_kernels.attention import Padding
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -60,16 +61,20 @@ def test_attention_over_mixed_lengths_equals_each_row_attended_alone_whatever_is
     lengths, padded, image = (1, 13, 47, 13), 47, 64
     plan = AttentionPlan(lengths, padded, image, text_first)
     real = [[torch.randn(1, 4, n + image, 16).to(dtype) for _ in range(3)] for n in lengths]
-    q, k, v = (torch.cat([_pad(plan, row[i], n) for row, n in zip(real, lengths, strict=True)]) for i in range(3))
+    q, k, v = (
+        torch.cat([_pad(plan.joint, row[i], end) for row, end in zip(real, plan.joint.ends, strict=True)])
+        for i in range(3)
+    )
     out = attention(q, k, v, plan=plan)
-    for row, (alone, n) in enumerate(zip(real, lengths, strict=True)):
-        assert torch.equal(plan.keep(out[row : row + 1], n), F.scaled_dot_product_attention(*alone))
+    for row, alone in enumerate(real):
+        end = plan.joint.ends[row]
+        assert torch.equal(plan.joint.keep(out[row : row + 1], end), F.scaled_dot_product_attention(*alone))
 
 
-def _pad(plan: AttentionPlan, x: torch.Tensor, length: int) -> torch.Tensor:
-    padded = plan.restore(x, length)
+def _pad(padding: Padding, x: torch.Tensor, end: int) -> torch.Tensor:
+    padded = padding.restore(x, end)
     garbage = torch.full_like(padded, 1e4)
-    kept = plan.restore(torch.ones_like(x), length) == 1
+    kept = padding.restore(torch.ones_like(x), end) == 1
     return torch.where(kept, padded, garbage)
 
 
@@ -77,8 +82,8 @@ def test_one_length_for_all_rows_shorter_than_the_padding_needs_one_call() -> No
     plan = AttentionPlan((3, 3), 5, 8, text_first=True)
     q = torch.randn(2, 4, 13, 16)
     out = attention(q, q, q, plan=plan)
-    kept = plan.keep(q, 3)
-    assert torch.equal(plan.keep(out, 3), F.scaled_dot_product_attention(kept, kept, kept))
+    kept = plan.joint.keep(q, 3)
+    assert torch.equal(plan.joint.keep(out, 3), F.scaled_dot_product_attention(kept, kept, kept))
     assert out[..., 3:5, :].abs().sum() == 0
 
 
@@ -87,6 +92,33 @@ def test_a_sequence_that_the_plan_does_not_speak_of_is_left_alone() -> None:
     image_only = torch.randn(2, 4, 8, 16)
     expected = F.scaled_dot_product_attention(image_only, image_only, image_only)
     assert torch.equal(attention(image_only, image_only, image_only, plan=plan), expected)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("image", [64, 0], ids=["joint", "text"])
+def test_a_mask_over_padding_at_the_end_keeps_each_rows_bits_and_the_plain_kernel(planned: bool, image: int) -> None:
+    lengths = (96, 32, 64, 32)
+    plan = AttentionPlan(lengths, 96, 64, text_first=False) if planned else None
+    ends = [image + n for n in lengths]
+    mask = torch.arange(96 + image) < torch.tensor(ends)[:, None]
+    q, k, v = torch.randn(3, 4, 2, 96 + image, 16)
+    out = attention(q, k, v, plan=plan, attn_mask=mask[:, None, None])
+    for row, end in enumerate(ends):
+        alone = (x[row : row + 1, :, :end] for x in (q, k, v))
+        assert torch.equal(out[row : row + 1, :, :end], F.scaled_dot_product_attention(*alone))
+        assert not out[row, :, end:].any()
+    with exact_mode(plan):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]), out)
+
+
+def test_any_other_mask_is_the_librarys() -> None:
+    q = torch.randn(2, 4, 8, 16)
+    holes, nothing = torch.ones(2, 1, 1, 8, dtype=torch.bool), torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    holes[0, ..., 3], nothing[0] = False, False
+    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    for mask in (holes, nothing, causal, torch.where(causal, 0.0, -1e4)):
+        out, expected = (f(q, q, q, attn_mask=mask) for f in (attention, F.scaled_dot_product_attention))
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("elements", [1, 64, 100, 1024, 65536, 70001, 5_000_000])

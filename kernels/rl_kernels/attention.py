@@ -8,10 +8,48 @@ ever enters a softmax or a sum, and no mask picks another kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the rows of one sequence have padding: row b at tokens [ends[b], resumes), and nowhere else."""
+
+    ends: tuple[int, ...]
+    resumes: int
+
+    @property
+    def absent(self) -> bool:
+        """No row has padding: one plain call serves all."""
+        return all(end == self.resumes for end in self.ends)
+
+    def rows_by_end(self) -> dict[int, list[int]]:
+        """Where the padding begins -> the rows in which it begins there, in row order."""
+        groups: dict[int, list[int]] = {}
+        for row, end in enumerate(self.ends):
+            groups.setdefault(end, []).append(row)
+        return groups
+
+    def keep(self, x: torch.Tensor, end: int) -> torch.Tensor:
+        """x `[..., tokens, D]` of rows whose padding begins at `end`, without it."""
+        if end == self.resumes:
+            return x
+        if self.resumes == x.shape[-2]:
+            return x[..., :end, :]
+        return torch.cat([x[..., :end, :], x[..., self.resumes :, :]], dim=-2)
+
+    def restore(self, x: torch.Tensor, end: int) -> torch.Tensor:
+        """`keep` undone: zeros where the padding was."""
+        short = self.resumes - end
+        if short == 0:
+            return x
+        if end == x.shape[-2]:
+            return F.pad(x, (0, 0, 0, short))
+        padding = x.new_zeros(*x.shape[:-2], short, x.shape[-1])
+        return torch.cat([x[..., :end, :], padding, x[..., end:, :]], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -20,7 +58,7 @@ class AttentionPlan:
 
     A joint sequence has `padded_text` text tokens and `image_tokens` image tokens, text first or image first; row b's
     real text is its first `text_lengths[b]` tokens. Sequences of another length (an image-only attention) are left
-    alone.
+    alone, but for one that a transformer marks as padded by a mask of its own: then text alone is known as well.
     """
 
     text_lengths: tuple[int, ...]
@@ -28,39 +66,20 @@ class AttentionPlan:
     image_tokens: int
     text_first: bool
 
-    @property
-    def uniform(self) -> bool:
-        """No row has padding: one plain call serves all."""
-        return all(n == self.padded_text for n in self.text_lengths)
-
-    def covers(self, tokens: int, rows: int) -> bool:
-        """Whether a sequence of that many tokens, in a batch of that many rows, is the one this plan speaks of."""
-        return tokens == self.padded_text + self.image_tokens and rows == len(self.text_lengths)
-
-    def rows_by_length(self) -> dict[int, list[int]]:
-        """Text length -> the rows that have it, in row order."""
-        groups: dict[int, list[int]] = {}
-        for row, length in enumerate(self.text_lengths):
-            groups.setdefault(length, []).append(row)
-        return groups
-
-    def keep(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """x `[..., tokens, D]` without the padding of rows whose text has `length` tokens."""
-        if length == self.padded_text:
-            return x
+    @cached_property
+    def joint(self) -> Padding:
+        """The padding of a joint sequence."""
         if self.text_first:
-            return torch.cat([x[..., :length, :], x[..., self.padded_text :, :]], dim=-2)
-        return x[..., : self.image_tokens + length, :]
+            return Padding(self.text_lengths, self.padded_text)
+        return Padding(tuple(self.image_tokens + n for n in self.text_lengths), self.image_tokens + self.padded_text)
 
-    def restore(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """`keep` undone: zeros where the padding was."""
-        short = self.padded_text - length
-        if short == 0:
-            return x
-        if self.text_first:
-            padding = x.new_zeros(*x.shape[:-2], short, x.shape[-1])
-            return torch.cat([x[..., :length, :], padding, x[..., length:, :]], dim=-2)
-        return F.pad(x, (0, 0, 0, short))
+    def padding(self, tokens: int, rows: int, *, masked: bool) -> Padding | None:
+        """The padding of a sequence of that many tokens in that many rows; None if the plan doesn't speak of it."""
+        if rows != len(self.text_lengths):
+            return None
+        if tokens == self.padded_text + self.image_tokens:
+            return self.joint
+        return Padding(self.text_lengths, self.padded_text) if masked and tokens == self.padded_text else None
 
 
 def attention(
@@ -77,31 +96,57 @@ def attention(
 ) -> torch.Tensor:
     """Scaled dot-product attention over `[B, heads, tokens, D]`; with a plan, over each row's real tokens only.
 
-    Row b of the result has the same bits alone and beside rows of any other length; padding tokens get zeros. On a
-    device whose library call depends on the batch, `per_sample` calls it once a row.
+    Row b of the result has the same bits alone and beside rows of any other length; padding tokens get zeros. A mask
+    `[B, 1, 1, tokens]` of booleans that hides the last tokens of some rows says what a plan says: it is read (which
+    waits for the device) where no plan speaks of the sequence, and taken at the plan's word where one does. On a device
+    whose library call depends on the batch, `per_sample` calls it once a row.
     """
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if per_sample and len(q) > 1 and attn_mask is None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if per_sample and len(q) > 1 and mask is None:
             return torch.cat([attend(*(x[i : i + 1] for x in (q, k, v))) for i in range(len(q))])
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    tokens = query.shape[-2]
-    if plan is None or plan.uniform or attn_mask is not None or not plan.covers(tokens, query.shape[0]):
+    padding = _padding(query, key, plan, attn_mask)
+    if padding is None:
+        return attend(query, key, value, attn_mask)
+    if padding.absent:
         return attend(query, key, value)
-    groups = plan.rows_by_length()
+    groups = padding.rows_by_end()
     if len(groups) == 1:
-        (length,) = groups
-        return plan.restore(attend(*(plan.keep(x, length) for x in (query, key, value))), length)
+        (end,) = groups
+        return padding.restore(attend(*(padding.keep(x, end) for x in (query, key, value))), end)
     parts = []
-    for length, rows in groups.items():
+    for end, rows in groups.items():
         chosen = _indices(tuple(rows), query.device)
-        parts.append(plan.restore(attend(*(plan.keep(x[chosen], length) for x in (query, key, value))), length))
-    order = [row for rows in groups.values() for row in rows]
+        parts.append(padding.restore(attend(*(padding.keep(x[chosen], end) for x in (query, key, value))), end))
+    order = [row for of_length in groups.values() for row in of_length]
     back = sorted(range(len(order)), key=order.__getitem__)
     return torch.cat(parts)[_indices(tuple(back), query.device)]
+
+
+def _padding(
+    query: torch.Tensor, key: torch.Tensor, plan: AttentionPlan | None, attn_mask: torch.Tensor | None
+) -> Padding | None:
+    """What is known of the sequence's padding; None: it is attended as it is, under its mask."""
+    rows, tokens = query.shape[0], query.shape[-2]
+    if attn_mask is None:
+        return None if plan is None else plan.padding(tokens, rows, masked=False)
+    hides_keys = attn_mask.dtype == torch.bool and attn_mask.shape == (rows, 1, 1, tokens)
+    if not hides_keys or key.shape[-2] != tokens:
+        return None
+    planned = None if plan is None else plan.padding(tokens, rows, masked=True)
+    return _read(attn_mask[:, 0, 0]) if planned is None else planned
+
+
+def _read(mask: torch.Tensor) -> Padding | None:
+    """The padding at the end of rows that a mask `[B, tokens]` says; None if it says anything else."""
+    counts = mask.sum(dim=1)
+    at_the_end = mask == (torch.arange(mask.shape[1], device=mask.device) < counts[:, None])
+    ends = tuple(counts.tolist())
+    return Padding(ends, mask.shape[1]) if bool(at_the_end.all()) and all(ends) else None
 
 
 @lru_cache(maxsize=1024)

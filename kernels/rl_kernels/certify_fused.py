@@ -373,7 +373,7 @@ def _differing_beside_padding(
             (padded,) = _compute(kind, function, inputs)
         for row, length in enumerate(lengths):
             own = slice(row, row + 1)
-            real = plan.keep(torch.arange(tokens)[:, None], length)[:, 0].tolist()
+            real = plan.joint.keep(torch.arange(tokens)[:, None], plan.joint.ends[row])[:, 0].tolist()
             alone = replace(inputs, streams=(tuple(x[own][:, real] for x in inputs.streams[0]),))
             if not _equal(_compute(kind, function, alone), (padded[own][:, real],)):
                 return f"{length} of {text} text tokens {'before' if text_first else 'behind'} the others"

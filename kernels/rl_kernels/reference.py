@@ -31,7 +31,7 @@ def attention(
     rows = []
     for row, (q, k, v) in enumerate(zip(query.float(), key.float(), value.float(), strict=True)):
         real = torch.arange(q.shape[-2], device=q.device)
-        if plan is not None and plan.covers(query.shape[-2], len(query)):
+        if plan is not None and plan.padding(query.shape[-2], len(query), masked=False) is not None:
             padded, length = plan.padded_text, plan.text_lengths[row]
             text = real < padded if plan.text_first else real >= plan.image_tokens
             position = real if plan.text_first else real - plan.image_tokens
