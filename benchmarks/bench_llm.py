@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = Report("llm", QUESTION, measure.settings_of(arguments))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = embedded_model_path() if arguments.shape == "embedded" else _shape(Path(temporary), arguments.shape)
+        folder = (
+            embedded_model_path() if arguments.shape == "embedded" else shape_folder(Path(temporary), arguments.shape)
+        )
         for workload in arguments.workload or ["batch"]:
             {"batch": _batch, "nano": _nano, "single": _single}[workload](report, folder, arguments)
     rows = [[r["name"], r["tokens_per_second"], r["median_s"]] for r in report.results]
@@ -198,7 +200,7 @@ def _copy_rate(device: torch.device) -> float:
     return 2 * size / best  # what is read and what is written
 
 
-def _shape(folder: Path, name: str) -> Path:
+def shape_folder(folder: Path, name: str) -> Path:
     """A folder with the config of that shape, without weights."""
     (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[name]}))
     return folder

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
 from rl_kernels.rms_norm import add_rms_norm, rms_norm
@@ -127,6 +128,8 @@ def rowwise(
     vocabulary = 5000 + 17 * width
     logits = (torch.randn(ROWS, vocabulary) * 5).to(device)
     ids = torch.randint(0, vocabulary, (ROWS, 3)).to(device)
+    temperatures = torch.rand(ROWS).add(0.3).to(device)
+    noise, greedy = torch.randint(-(2**63), 2**63 - 1, (ROWS,)).to(device), (torch.arange(ROWS) % 3 == 0).to(device)
     return {
         "rms_norm": lambda r: (rms_norm(x[r], weight, 1e-6),),
         "rms_norm of heads": lambda r: (rms_norm(query[r], head_weight, 1e-6),),
@@ -135,4 +138,5 @@ def rowwise(
         "silu_mul": lambda r: (silu_mul(gate_up[r]),),
         "row_log_softmax": lambda r: (row_log_softmax(logits[r]),),
         "gather_log_probs": lambda r: (gather_log_probs(logits[r], ids[r]),),
+        "draw_tokens": lambda r: draw_tokens(logits[r], temperatures[r], noise[r], greedy[r]),
     }

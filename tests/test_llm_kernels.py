@@ -15,6 +15,7 @@ from llm_operations import ROWS, Conversations, Memory, cuts, dense, rotary_tabl
 
 import rl_kernels.certify_paged as certify
 import rl_kernels.paged_attention as paged
+from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
 from rl_kernels.rms_norm import add_rms_norm, rms_norm
@@ -246,6 +247,20 @@ def test_gathered_log_probs_are_those_of_the_whole_row() -> None:
     assert torch.equal(gather_log_probs(logits, ids), whole_rows.gather(1, ids))
 
 
+def test_a_drawn_tokens_log_prob_is_that_of_the_whole_row() -> None:
+    torch.manual_seed(0)
+    logits, keys = torch.randn(4, 1000) * 5, torch.arange(4)
+    temperatures, greedy = torch.tensor([1.0, 0.5, 1.0, 2.0]), torch.tensor([False, False, True, True])
+    logits[0, 1:] = -torch.inf
+    tokens, log_probs = draw_tokens(logits, temperatures, keys, greedy)
+    rows = row_log_softmax(logits / temperatures[:, None])
+    assert torch.equal(log_probs, rows.gather(1, tokens[:, None])[:, 0])
+    assert int(tokens[0]) == 0
+    assert torch.equal(tokens[2:], logits[2:].argmax(-1))
+    logits[1, 17] = torch.nan
+    assert draw_tokens(logits, temperatures, keys, greedy)[1].isnan().tolist() == [False, True, False, False]
+
+
 def test_operations_refuse_what_does_not_fit() -> None:
     x = torch.zeros(3, 64)
     with pytest.raises(ValueError, match="weight of shape"):
@@ -258,5 +273,7 @@ def test_operations_refuse_what_does_not_fit() -> None:
         silu_mul(torch.zeros(3, 63))
     with pytest.raises(ValueError, match="in fp32"):
         row_log_softmax(x.bfloat16())
+    with pytest.raises(ValueError, match=r"keys of shape \(3,\)"):
+        draw_tokens(x, torch.ones(3), torch.zeros(2).long(), torch.zeros(3).bool())
     with pytest.raises(ValueError, match=r"ids of shape \[3, k\]"):
         gather_log_probs(x, torch.zeros(2, 1).long())

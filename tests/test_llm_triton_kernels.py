@@ -24,8 +24,10 @@ from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, wh
 
 import rl_kernels.paged_attention as paged
 from rl_kernels.certify_paged import certify_paged_attention
+from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.gumbel_argmax import gumbel_argmax
+from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import BLOCKS, PROGRAM, TILE, PagedPlan, paged_attention, store_kv
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
@@ -243,6 +245,24 @@ def test_draws_are_the_twins_and_a_rows_own() -> None:
         assert torch.equal(alone, found[row : row + 1])
 
 
+@runs
+def test_a_drawn_tokens_log_prob_is_that_of_the_whole_row() -> None:
+    width = 9001 if INTERPRETED else 151_936
+    logits = (torch.randn(7, width) * 6).to(DEVICE)
+    logits[3, 5:] = -torch.inf
+    temperatures = torch.tensor([1.0, 0.6, 1.7, 1.0, 0.3, 1.0, 1.0]).to(DEVICE)
+    keys = torch.randint(-(2**63), 2**63 - 1, (7,)).to(DEVICE)
+    greedy = torch.tensor([False, False, True, False, True, False, False]).to(DEVICE)
+    tokens, log_probs = draw_tokens(logits, temperatures, keys, greedy)
+    tempered = logits / temperatures[:, None]
+    assert torch.equal(log_probs, row_log_softmax(tempered).gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(log_probs, gather_log_probs(tempered, tokens[:, None])[:, 0])
+    expected = torch.where(greedy, tempered.argmax(-1), gumbel_argmax(tempered, keys))
+    assert torch.equal(tokens, expected)
+    logits[1, 17] = torch.nan
+    assert draw_tokens(logits, temperatures, keys, greedy)[1].isnan().tolist() == [False, True, *[False] * 5]
+
+
 # --- compiled without a GPU -----------------------------------------------------------------------------------------
 
 
@@ -268,13 +288,16 @@ def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
         ("log_softmax_gather", "log_softmax", row, warps_for(4096)),
         ("log_softmax_gather", "gather_log_probs", {**row, "BLOCK_IDS": 64}, warps_for(4096)),
         ("gumbel_argmax", "gumbel_argmax", row, warps_for(4096)),
+        ("draw_tokens", "best_of_blocks", row, warps_for(4096)),
+        ("draw_tokens", "totals_of_blocks", {**row, "BLOCKS": 64}, warps_for(4096)),
+        ("draw_tokens", "draw_tokens", {"WIDTH": vocabulary, "BLOCKS": 64}, warps_for(16)),
     ]
 
 
 FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best")
-LONG = ("slots", "positions", "ids", "keys", "tokens")
-INTEGERS = {"pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
-LOGARITHMS = ("log_softmax_gather", "gumbel_argmax")  # in fp32, whatever the model's dtype
+LONG = ("slots", "positions", "ids", "keys", "tokens", "drawn")
+INTEGERS = {"greedy": "*u8", "pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
+LOGARITHMS = ("log_softmax_gather", "gumbel_argmax", "draw_tokens")  # in fp32, whatever the model's dtype
 
 
 @compiles

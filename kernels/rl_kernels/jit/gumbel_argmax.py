@@ -28,6 +28,15 @@ def _exponential(u: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def noisy(score: tl.tensor, token: tl.tensor, key: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """score + Gumbel noise, which is a function of (key, token)."""
+    low, high = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    bits = _finalised(_finalised((token.to(tl.uint32) * tl.full([BLOCK], 0x9E3779B1, tl.uint32)) ^ low) ^ high)
+    uniform = tl.minimum((bits.to(tl.float32) + 1.0) * 2.3283064365386963e-10, BELOW_ONE)
+    return score - tl.log(_exponential(uniform))
+
+
+@triton.jit
 def gumbel_argmax(
     scores: tl.tensor,
     keys: tl.tensor,
@@ -39,13 +48,8 @@ def gumbel_argmax(
     """Program (n, b): of row n's block b, the largest sum of score and noise, and its token."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + row)
-    low, high = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    bits = _finalised(_finalised((token.to(tl.uint32) * tl.full([BLOCK], 0x9E3779B1, tl.uint32)) ^ low) ^ high)
-    uniform = tl.minimum((bits.to(tl.float32) + 1.0) * 2.3283064365386963e-10, BELOW_ONE)
-    noise = -tl.log(_exponential(uniform))
     score = tl.load(scores + row * WIDTH + token, mask=token < WIDTH, other=LOWEST)
-    total = score + noise
+    total = noisy(score, token, tl.load(keys + row), BLOCK)
     total = tl.where((token < WIDTH) & (total == total), total, LOWEST)  # what is no number is no place beyond the row
     at = tl.argmax(total, axis=0)
     place = row * tl.num_programs(1) + block

@@ -9,19 +9,25 @@ LOWEST = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def exponentials(x: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """The sum of exp(x - top) over one block."""
+    return tl.sum(tl.exp(x - top), axis=0)
+
+
+@triton.jit
 def _normaliser(row: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The greatest number m of a row, and log(sum(exp(x - m))). Columns that are BLOCK apart are added up in order."""
+    """The greatest number m of a row, and log(sum(exp(x - m))): each block's own sum, and then blocks in order."""
     column = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], LOWEST, tl.float32)
     for first in range(0, WIDTH, BLOCK):
         at = first + column
         highest = tl.maximum(highest, tl.load(row + at, mask=at < WIDTH, other=LOWEST))
     top = tl.max(highest, axis=0)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
     for first in range(0, WIDTH, BLOCK):
         at = first + column
-        total += tl.exp(tl.load(row + at, mask=at < WIDTH, other=LOWEST) - top)
-    return top, tl.log(tl.sum(total, axis=0))
+        total += exponentials(tl.load(row + at, mask=at < WIDTH, other=LOWEST), top)
+    return top, tl.log(total)
 
 
 @triton.jit
