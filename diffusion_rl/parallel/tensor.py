@@ -30,12 +30,14 @@ class TensorPlan:
 
     columns: linear layers of which a rank has some outputs, in rank order; rows: those that take such outputs, of which
         a rank has the weights of its inputs; attentions: modules whose heads are those outputs, and whose own other
-        parameters work on single heads.
+        parameters work on single heads; norms: RMS norms over all of such outputs, of which a rank has the weights of
+        its own.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     attentions: tuple[str, ...]
+    norms: tuple[str, ...] = ()
 
     def check(self, transformer: torch.nn.Module, size: int) -> None:
         """
@@ -141,6 +143,24 @@ class RowLinear(torch.nn.Linear):
         if self.bias is not None:
             total = total + _local(self.bias)
         return total.to(part.dtype)
+
+
+class SplitRMSNorm(torch.nn.RMSNorm):
+    """An RMS norm over a width of which this rank has a part: weight `[D]` is a DTensor. The mean square is that of the
+    whole width; one rounding at the end."""
+
+    ranks: TensorParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().mean(-1, keepdim=True)
+        graded = torch.is_grad_enabled() and squares.requires_grad
+        total: torch.Tensor = (
+            _Shared.apply(_Summed.apply(squares, self.ranks), self.ranks) if graded else self.ranks.sum(squares)
+        )
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normed = wide * torch.rsqrt(total / self.ranks.size + eps)
+        return (normed * _local(self.weight)).to(x.dtype)
 
 
 def _local(weight: Any) -> torch.Tensor:

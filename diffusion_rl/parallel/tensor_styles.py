@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from diffusion_rl.parallel.tensor import (
     ColumnLinear,
     RowLinear,
+    SplitRMSNorm,
     TensorParallel,
     TensorPlan,
     matches,
@@ -52,6 +53,20 @@ class _Rows(RowwiseParallel):
         return _settled(module, RowLinear, self._ranks, self._device)
 
 
+class _Norms(ParallelStyle):
+    """The weight is split along its one axis."""
+
+    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+        super().__init__()
+        self._ranks, self._device = ranks, device
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, torch.nn.Parameter(part, requires_grad=parameter.requires_grad))
+        return _settled(module, SplitRMSNorm, self._ranks, self._device)
+
+
 def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorParallel, device: torch.device) -> None:
     """Afterwards `transformer` is on `device`, with this rank's part of every weight that the plan names. Weights are
     split one after the other, where they are: a device that holds the part needs no room for the whole.
@@ -69,6 +84,8 @@ def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorP
                 style = _Columns(ranks, device)
             elif matches(name, plan.rows):
                 style = _Rows(ranks, device)
+            elif matches(name, plan.norms):
+                style = _Norms(ranks, device)
             if style is None:
                 module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
             else:
@@ -90,7 +107,7 @@ def _mesh(device_type: str, ranks: TensorParallel) -> DeviceMesh:
     return DeviceMesh(device_type, list(range(ranks.size)), _init_backend=False, _rank=ranks.rank)
 
 
-def _settled(module: Any, kind: type[torch.nn.Linear], ranks: TensorParallel, device: torch.device) -> torch.nn.Module:
+def _settled(module: Any, kind: type[torch.nn.Module], ranks: TensorParallel, device: torch.device) -> torch.nn.Module:
     """The layer on its device, with local parts in memory of their own, and with its forward."""
     mesh = _mesh(device.type, ranks)
     for name, parameter in list(module.named_parameters()):
@@ -106,8 +123,9 @@ def _settled(module: Any, kind: type[torch.nn.Linear], ranks: TensorParallel, de
 
 def _share_heads(attention: Any, ranks: TensorParallel) -> None:
     """What the attention's processor reads is the local number of heads, and their width."""
-    for name in ("heads", "inner_dim", "inner_kv_dim", "sliceable_head_dim"):
-        setattr(attention, name, getattr(attention, name) // ranks.size)
+    for name in ("heads", "inner_dim", "inner_kv_dim", "kv_inner_dim", "sliceable_head_dim"):
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) // ranks.size)
     for parameter in attention.parameters():
         if not isinstance(parameter, DTensor) and parameter.requires_grad:
             parameter.register_hook(sum_gradient(ranks))
