@@ -53,6 +53,15 @@ def test_a_patch_embedding_equals_the_convolution_and_ignores_the_batch(dtype: t
     assert torch.equal(patch_conv(x[3:4], w, b), whole[3:4])
 
 
+def test_a_patch_embedding_of_a_video_equals_the_convolution_and_is_reached_by_exact_mode() -> None:
+    layer, x = torch.nn.Conv3d(16, 64, kernel_size=(1, 2, 2), stride=(1, 2, 2)), torch.randn(3, 16, 2, 8, 6)
+    with exact_mode(), torch.no_grad():
+        whole = layer(x)
+        assert torch.equal(whole, patch_conv(x, layer.weight, layer.bias))
+        assert torch.equal(layer(x[1:2]), whole[1:2])
+    torch.testing.assert_close(whole, layer(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("text_first", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_mixed_lengths_equals_each_row_attended_alone_whatever_is_in_the_padding(
@@ -76,6 +85,17 @@ def _pad(padding: Padding, x: torch.Tensor, end: int) -> torch.Tensor:
     garbage = torch.full_like(padded, 1e4)
     kept = padding.restore(torch.ones_like(x), end) == 1
     return torch.where(kept, padded, garbage)
+
+
+def test_image_tokens_attend_to_the_true_text_of_their_row_alone() -> None:
+    lengths, image, longest = (7, 3, 7), 12, 9
+    q, (k, v) = torch.randn(3, 4, image, 64), torch.randn(2, 3, 4, longest, 64)
+    plan = AttentionPlan(lengths, longest, image, text_first=False)
+    together = attention(q, k, v, plan=plan)
+    for row, length in enumerate(lengths):
+        own = attention(q[row : row + 1], k[row : row + 1, :, :length], v[row : row + 1, :, :length])
+        assert torch.equal(together[row : row + 1], own)
+    assert torch.equal(attention(q[:2], q[:2], q[:2], plan=plan), attention(q[:2], q[:2], q[:2]))
 
 
 def test_one_length_for_all_rows_shorter_than_the_padding_needs_one_call() -> None:

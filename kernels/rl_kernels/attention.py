@@ -59,6 +59,9 @@ class AttentionPlan:
     A joint sequence has `padded_text` text tokens and `image_tokens` image tokens, text first or image first; row b's
     real text is its first `text_lengths[b]` tokens. Sequences of another length (an image-only attention) are left
     alone, but for one that a transformer marks as padded by a mask of its own: then text alone is known as well.
+
+    In a cross-attention, all image tokens attend to the text. Whoever pads texts of several lengths for one leaves them
+    another number of tokens than the image's, which would look like the image alone.
     """
 
     text_lengths: tuple[int, ...]
@@ -79,7 +82,17 @@ class AttentionPlan:
             return None
         if tokens == self.padded_text + self.image_tokens:
             return self.joint
-        return Padding(self.text_lengths, self.padded_text) if masked and tokens == self.padded_text else None
+        return self.text if masked and tokens == self.padded_text else None
+
+    @cached_property
+    def text(self) -> Padding:
+        """The padding of a sequence of text alone."""
+        return Padding(self.text_lengths, self.padded_text)
+
+    def crossing(self, query_tokens: int, key_tokens: int, rows: int) -> Padding | None:
+        """The padding of the keys where image tokens attend to text; None if it is no such attention."""
+        crosses = (query_tokens, key_tokens, rows) == (self.image_tokens, self.padded_text, len(self.text_lengths))
+        return self.text if crosses else None
 
 
 def attention(
@@ -114,14 +127,20 @@ def attention(
         return attend(query, key, value, attn_mask)
     if padding.absent:
         return attend(query, key, value)
+    crosses = query.shape[-2] != key.shape[-2]
+
+    def attend_true(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, end: int) -> torch.Tensor:
+        k, v = padding.keep(k, end), padding.keep(v, end)
+        return attend(q, k, v) if crosses else padding.restore(attend(padding.keep(q, end), k, v), end)
+
     groups = padding.rows_by_end()
     if len(groups) == 1:
         (end,) = groups
-        return padding.restore(attend(*(padding.keep(x, end) for x in (query, key, value))), end)
+        return attend_true(query, key, value, end)
     parts = []
     for end, rows in groups.items():
         chosen = _indices(tuple(rows), query.device)
-        parts.append(padding.restore(attend(*(padding.keep(x[chosen], end) for x in (query, key, value))), end))
+        parts.append(attend_true(query[chosen], key[chosen], value[chosen], end))
     order = [row for of_length in groups.values() for row in of_length]
     back = sorted(range(len(order)), key=order.__getitem__)
     return torch.cat(parts)[_indices(tuple(back), query.device)]
@@ -133,7 +152,10 @@ def _padding(
     """What is known of the sequence's padding; None: it is attended as it is, under its mask."""
     rows, tokens = query.shape[0], query.shape[-2]
     if attn_mask is None:
-        return None if plan is None else plan.padding(tokens, rows, masked=False)
+        if plan is None:
+            return None
+        keys = key.shape[-2]
+        return plan.padding(tokens, rows, masked=False) if keys == tokens else plan.crossing(tokens, keys, rows)
     hides_keys = attn_mask.dtype == torch.bool and attn_mask.shape == (rows, 1, 1, tokens)
     if not hides_keys or key.shape[-2] != tokens:
         return None
