@@ -6,6 +6,7 @@ One thread calls it (see `engine_control.step_loop`), so it holds no lock.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -289,20 +290,19 @@ class LLMEngine:
             rows = plan.drawing[done : done + len(logits)]
             done += len(logits)
             drawn = draw(logits, rows)
-            broken = drawn.log_probs[:, 0].isnan().tolist()
-            taken: list[int] = []
+            taken: list[tuple[int, Sequence]] = []
             for i, row in enumerate(rows):
                 sequence = _own(row)
                 if isinstance(row, Ahead) and not row.came_true:
                     continue
-                if broken[i]:
+                if math.isnan(drawn.log_probs[i]):
                     bad.add(sequence.request_id)
                 elif not sequence.max_new_tokens:
                     sequence.finish_reason = FinishReason("length", length=0)
                 else:
-                    taken.append(i)
+                    taken.append((i, sequence))
                     sequence.append(drawn.tokens[i], self.weight_version)
-            note_drawn(drawn.of(taken), [_own(rows[i]) for i in taken])
+            note_drawn(drawn, taken)
         return bad
 
     def _finish(

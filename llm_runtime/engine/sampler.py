@@ -15,6 +15,7 @@ import torch
 
 from llm_runtime.output import TokenLogprob
 from llm_runtime.params import GenerateRequest, SamplingParams
+from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import row_log_softmax
 
@@ -43,50 +44,52 @@ class Drawing(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens `[B]`, and the log-probs `[B, V]` of the distributions that they were drawn from, before top_k, top_p
-    and min_p."""
+    """The tokens `[B]`, and the log-prob of each in the distribution that it was drawn from, before top_k, top_p and
+    min_p; NaN if the row's logits are no numbers. logits: `[B, V]`, tempered by `params`."""
 
     tokens: list[int]
-    log_probs: torch.Tensor
+    log_probs: list[float]
+    logits: torch.Tensor
+    params: list[SamplingParams]
 
-    def of(self, rows: Rows[int]) -> Drawn:
-        """Those rows of it."""
-        if len(rows) == len(self.tokens):
-            return self
-        return Drawn([self.tokens[row] for row in rows], self.log_probs[list(rows)])
+    def distribution(self, rows: Rows[int]) -> torch.Tensor:
+        """All log-probs of those rows, `[rows, V]`."""
+        return distribution(self.logits[list(rows)], [self.params[row] for row in rows])
 
 
 def draw(logits: torch.Tensor, sequences: Rows[Drawing]) -> Drawn:
     """The next token of each sequence from its row of `logits` `[B, V]` (fp32), which may be overwritten."""
+    params = [s.request.sampling for s in sequences]
     for row, sequence in enumerate(sequences):
-        if adjusts(sequence.request.sampling):
+        if adjusts(params[row]):
             adjust(logits[row], sequence)
-    log_probs = row_log_softmax(tempered(logits, [s.request.sampling for s in sequences]))
-    drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy]
-    if not drawn:
-        return Drawn(logits.argmax(-1).tolist(), log_probs)
-    scores = log_probs
-    limited = [row for row, s in enumerate(sequences) if not s.request.sampling.greedy and limits(s.request.sampling)]
+    keys = noise_keys([s.request.seed for s in sequences], [len(s.tokens) for s in sequences]).to(logits.device)
+    greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+    tokens, log_probs = draw_tokens(logits, temperatures(params, logits.device), keys, greedy)
+    limited = [row for row, p in enumerate(params) if not p.greedy and limits(p)]
     if limited:
-        scores = log_probs.clone()
-        for row in limited:
-            restrict(scores[row], sequences[row].request.sampling)
-    seeds = [sequences[row].request.seed for row in drawn]
-    positions = [len(sequences[row].tokens) for row in drawn]
-    keys = noise_keys(seeds, positions).to(logits.device)
-    if len(drawn) == len(sequences):
-        return Drawn(gumbel_argmax(scores, keys).tolist(), log_probs)
-    best = logits.argmax(-1)
-    best[drawn] = gumbel_argmax(scores[drawn], keys)
-    return Drawn(best.tolist(), log_probs)
+        whole = distribution(logits[limited], [params[row] for row in limited])
+        scores = whole.clone()
+        for scored, row in zip(scores, limited, strict=True):
+            restrict(scored, params[row])
+        chosen = gumbel_argmax(scores, keys[limited])
+        tokens[limited], log_probs[limited] = chosen, whole.gather(1, chosen[:, None])[:, 0]
+    return Drawn(tokens.tolist(), log_probs.tolist(), logits, params)
 
 
-def tempered(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor:
-    """The logits divided by each row's temperature; a greedy row's as they are."""
-    temperatures = [1.0 if p.greedy else p.temperature for p in params]
-    if all(t == 1.0 for t in temperatures):
-        return logits
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+def distribution(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Tensor:
+    """The log-probs `[B, V]` of the tempered logits `[B, V]`."""
+    return row_log_softmax(logits / temperatures(params, logits.device)[:, None])
+
+
+def temperatures(params: Rows[SamplingParams], device: torch.device) -> torch.Tensor:
+    """What each row's logits are divided by, `[B]` fp32; a greedy row's by 1."""
+    return torch.tensor([1.0 if p.greedy else p.temperature for p in params], dtype=torch.float32, device=device)
+
+
+def draws_plainly(params: SamplingParams) -> bool:
+    """Whether a draw is of all tokens as the logits have them, so that it needs to know nothing of earlier ones."""
+    return not adjusts(params) and (params.greedy or not limits(params))
 
 
 def adjusts(params: SamplingParams) -> bool:

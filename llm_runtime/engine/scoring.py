@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from llm_runtime.engine.batches import ForwardBatch, Span, batch_of
-from llm_runtime.engine.sampler import Drawn, likeliest, tempered
+from llm_runtime.engine.sampler import Drawn, distribution, likeliest
 from llm_runtime.engine.scheduler import Chunk
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.engine.speculation import Ahead
 from llm_runtime.output import TokenLogprob
-from rl_kernels.log_softmax_gather import row_log_softmax
 
 
 @dataclass(frozen=True)
@@ -49,27 +48,31 @@ def plan_step(chunks: Items[Chunk], page_size: int) -> StepPlan:
     return StepPlan(batch, drawing, scored)
 
 
-def note_drawn(drawn: Drawn, sequences: Items[Sequence]) -> None:
-    """Keeps what was asked for of the drawn tokens' log-probs."""
-    rows = [row for row, sequence in enumerate(sequences) if sequence.wants_scores]
-    if not rows:
-        return
-    log_probs = drawn.log_probs if len(rows) == len(sequences) else drawn.log_probs[rows]
-    chosen = _of_tokens(log_probs, [drawn.tokens[row] for row in rows])
-    tops = _tops(log_probs, [sequences[row] for row in rows])
-    for i, row in enumerate(rows):
-        sequence, request = sequences[row], sequences[row].request
-        sequence.output_logprobs.append((chosen[i], drawn.tokens[row]))
+def note_drawn(drawn: Drawn, taken: Items[tuple[int, Sequence]]) -> None:
+    """Keeps what was asked for of the drawn tokens' log-probs: of those rows, for those sequences."""
+    whole = [(row, sequence) for row, sequence in taken if sequence.wants_scores and _wants_others(sequence)]
+    rows = drawn.distribution([row for row, _ in whole]) if whole else None
+    tops = _tops(rows, [sequence for _, sequence in whole]) if rows is not None else []
+    for row, sequence in taken:
+        if sequence.wants_scores:
+            sequence.output_logprobs.append((drawn.log_probs[row], drawn.tokens[row]))
+    for i, (_, sequence) in enumerate(whole):
+        request = sequence.request
         if request.top_logprobs_num:
             sequence.output_top.append(tops[i][: request.top_logprobs_num])
-        if request.token_ids_logprob:
-            sequence.output_ids_scored.append(_of_ids(log_probs[i], request.token_ids_logprob))
+        if request.token_ids_logprob and rows is not None:
+            sequence.output_ids_scored.append(_of_ids(rows[i], request.token_ids_logprob))
+
+
+def _wants_others(sequence: Sequence) -> bool:
+    """Whether log-probs of other tokens than the drawn ones are asked for."""
+    return bool(sequence.request.top_logprobs_num or sequence.request.token_ids_logprob)
 
 
 def note_scored(logits: torch.Tensor, places: Items[tuple[Sequence, int]]) -> None:
     """Keeps the log-probs of prompt tokens, from the logits `[rows, V]` before each."""
     sequences = [sequence for sequence, _ in places]
-    log_probs = row_log_softmax(tempered(logits, [s.request.sampling for s in sequences]))
+    log_probs = distribution(logits, [s.request.sampling for s in sequences])
     tokens = [sequence.tokens[position] for sequence, position in places]
     chosen, tops = _of_tokens(log_probs, tokens), _tops(log_probs, sequences)
     for i, (sequence, position) in enumerate(places):
