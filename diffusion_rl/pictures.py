@@ -1,6 +1,7 @@
 """Drawing only: pictures, sheets of pictures, log-prob plots, and previews made of characters.
 
-A picture is a tensor `[C, H, W]`, uint8 or floating point in [0, 1]. Nothing here knows a model or a service.
+A picture is a tensor `[C, H, W]`, a video `[C, F, H, W]`, uint8 or floating point in [0, 1]. Where a picture is drawn,
+a video's middle frame stands for it. Nothing here knows a model or a service.
 """
 
 from __future__ import annotations
@@ -43,9 +44,14 @@ class SheetRow:
     tiles: tuple[Tile, ...]
 
 
+def still(picture: torch.Tensor) -> torch.Tensor:
+    """A picture as it is; of a video (or its latent) `[C, F, H, W]` the middle frame."""
+    return picture[:, picture.shape[1] // 2] if picture.dim() == 4 else picture
+
+
 def to_image(picture: torch.Tensor) -> Image.Image:
     """The picture as an 8-bit RGB image of the same size; one channel becomes gray."""
-    pixels = picture.detach().cpu()
+    pixels = still(picture).detach().cpu()
     if pixels.dtype != torch.uint8:
         pixels = (pixels.float().nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8)
     if len(pixels) == 1:
@@ -60,12 +66,29 @@ def save_png(picture: torch.Tensor, path: Path) -> Path:
     return path
 
 
+def save_video(video: torch.Tensor, path: Path, *, fps: float) -> Path:
+    """Writes the video `[C, F, H, W]` as an animated WebP, pixel for pixel, and returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, *others = (to_image(frame) for frame in video.unbind(1))
+    first.save(path, save_all=True, append_images=others, duration=round(1000 / fps), loop=0, lossless=True)
+    return path
+
+
+def frames_row(video: torch.Tensor, heading: str, *, most: int = 8) -> SheetRow:
+    """Frames of a video `[C, F, H, W]` side by side: all of them, or `most` that are evenly spaced."""
+    count = video.shape[1]
+    shown = min(count, most)
+    chosen = [round(i * (count - 1) / max(shown - 1, 1)) for i in range(shown)]
+    return SheetRow(heading, tuple(Tile(video[:, frame], f"frame {frame}") for frame in chosen))
+
+
 def false_colour(latent: torch.Tensor, *, aspect: float = 1.0) -> torch.Tensor:
     """A latent as a picture: its first three channels as red, green and blue, each stretched to [0, 1].
 
-    `latent` is `[C, h, w]`, or packed `[tokens, C]`; `aspect` (height / width) says how packed tokens lie.
+    `latent` is `[C, h, w]`, a video's `[C, F, h, w]`, or packed `[tokens, C]`; `aspect` (height / width) says how
+    packed tokens lie.
     """
-    values = latent.detach().float().cpu()
+    values = still(latent).detach().float().cpu()
     if values.dim() == 2:
         rows = max(round((len(values) * aspect) ** 0.5), 1)
         while len(values) % rows:
