@@ -10,7 +10,7 @@ import torch
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
-from diffusion_rl.parallel.sequence import SequenceSpec
+from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
@@ -22,7 +22,9 @@ class QwenImageFamily(ModelFamily):
 
     pipeline_class_name = "QwenImagePipeline"
     text_first = True
-    sequence_spec = SequenceSpec(tables={"image_rotary_emb": ("image", "text")})
+    sequence_spec = SequenceSpec(
+        (Stage(tables={"image_rotary_emb": (Tokens(("image",), dim=0), Tokens(("text",), dim=0))}),)
+    )
     tensor_plan = TensorPlan(
         columns=(
             "transformer_blocks.*.attn.to_[qkv]",

@@ -1,18 +1,19 @@
 """Sequence parallelism (Ulysses): ranks share a transformer's tokens, and inside attention its heads.
 
-One plan for all families. Before the first block each rank takes its share of the image tokens and of the text tokens;
-everything in a block but attention works on single tokens. Around attention the ranks exchange heads: each gets all
-tokens of some heads, puts them in the order that one device would have them in, without padding, attends, and the
-tokens go back. After the last layer that works on tokens the shares are gathered. So each head's attention is the very
-call that one device would make, and each row of a linear layer a row of the same layer: no bit depends on the degree.
+One plan for all families. Before the first block of a stage each rank takes its share of the image tokens and of the
+text tokens; everything in a block but attention works on single tokens. Around attention the ranks exchange heads: each
+gets all tokens of some heads, puts them in the order that one device would have them in, without the shares' padding,
+attends, and the tokens go back. After the stage the shares are gathered. So each head's attention is the very call that
+one device would make, and each row of a linear layer a row of the same layer: no bit depends on the degree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -27,19 +28,40 @@ Stream = Literal["image", "text"]
 
 
 @dataclass(frozen=True)
-class SequenceSpec:
-    """Where a transformer's tokens are: attribute names of its list of blocks and of its last layer on tokens.
+class Tokens:
+    """Where a tensor has its tokens: along `dim`, those of one stream after those of the other."""
 
-    inputs: the blocks' arguments that are sequences `[B, tokens, D]`; tables: arguments that hold something for each
-    token, token axis first (rotary embeddings), as a tuple with one entry a stream.
+    streams: tuple[Stream, ...]
+    dim: int = 1
+
+
+IMAGE, TEXT = Tokens(("image",)), Tokens(("text",))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of blocks whose tokens are dealt out before it and gathered after it.
+
+    blocks: attribute names of the transformer's lists of blocks, as they run. inputs: the first block's arguments that
+    are sequences; tables: arguments of every block that hold something for each token (rotary embeddings), one tensor
+    or a tuple of them. head: attribute name of the module whose output, a sequence like `output`, is gathered; None:
+    the last block.
     """
 
-    blocks: str = "transformer_blocks"
-    head: str = "proj_out"
-    inputs: Mapping[str, Stream] = field(
-        default_factory=lambda: {"hidden_states": "image", "encoder_hidden_states": "text"}
+    blocks: tuple[str, ...] = ("transformer_blocks",)
+    inputs: Mapping[str, Tokens] = field(
+        default_factory=lambda: {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
     )
-    tables: Mapping[str, tuple[Stream, ...]] = field(default_factory=dict)
+    tables: Mapping[str, Tokens | tuple[Tokens, ...]] = field(default_factory=dict)
+    head: str | None = "proj_out"
+    output: Tokens = IMAGE
+
+
+@dataclass(frozen=True)
+class SequenceSpec:
+    """Where a transformer's tokens are: its stages, one after the other. Between them every rank has all tokens."""
+
+    stages: tuple[Stage, ...] = (Stage(),)
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,11 @@ class Shards:
 
     def share(self, stream: Stream) -> int:
         """Tokens of that stream on each rank, the last ranks' padding included."""
-        return -(-(self.image_tokens if stream == "image" else self.text_tokens) // self.degree)
+        return -(-self.count(stream) // self.degree)
+
+    def count(self, stream: Stream) -> int:
+        """Tokens of that stream on all ranks together."""
+        return self.image_tokens if stream == "image" else self.text_tokens
 
     def cut(self, x: torch.Tensor, stream: Stream, rank: int, *, dim: int) -> torch.Tensor:
         """Rank's share of x along `dim`; zeros stand for tokens that don't exist."""
@@ -66,12 +92,19 @@ class Shards:
             part = torch.cat([part, padding], dim=dim)
         return part.contiguous()
 
+    def cut_streams(self, x: torch.Tensor, tokens: Tokens, rank: int) -> torch.Tensor:
+        """Rank's share of each of the streams that x is made of."""
+        counts = [self.count(stream) for stream in tokens.streams]
+        parts = zip(x.split(counts, dim=tokens.dim), tokens.streams, strict=True)
+        shares = [self.cut(part, stream, rank, dim=tokens.dim) for part, stream in parts]
+        return shares[0] if len(shares) == 1 else torch.cat(shares, dim=tokens.dim)
+
     def order(self, streams: tuple[Stream, ...]) -> list[int]:
         """Where each true token, in the order of one device, stands in all ranks' shares laid end to end."""
         positions, offset, width = [], 0, sum(self.share(s) for s in streams)
         for stream in streams:
-            share, tokens = self.share(stream), self.image_tokens if stream == "image" else self.text_tokens
-            positions += [t // share * width + offset + t % share for t in range(tokens)]
+            share = self.share(stream)
+            positions += [t // share * width + offset + t % share for t in range(self.count(stream))]
             offset += share
         return positions
 
@@ -79,6 +112,12 @@ class Shards:
 def shards_of(plan: AttentionPlan, degree: int) -> Shards:
     """How `degree` ranks share the tokens of a forward whose attention follows `plan`."""
     return Shards(plan.image_tokens, plan.padded_text, plan.text_first, degree)
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a method's arguments, in their order."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 @lru_cache(maxsize=64)
@@ -95,49 +134,69 @@ class SequenceParallel:
 
     def __init__(self, transformer: torch.nn.Module, spec: SequenceSpec, group: RankGroup) -> None:
         self.group = group
-        self._spec = spec
-        self._shards: Shards | None = None
-        blocks = list(transformer.get_submodule(spec.blocks).children())
-        for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._enter_first if index == 0 else self._enter, with_kwargs=True)
-        transformer.get_submodule(spec.head).register_forward_hook(self._gather)
+        self._exchange: _HeadExchange | None = None
+        for stage in spec.stages:
+            blocks = [b for name in stage.blocks for b in transformer.get_submodule(name).children()]
+            if not blocks:
+                continue
+            for block in blocks:
+                block.register_forward_pre_hook(_Entrance(self, stage, first=block is blocks[0]), with_kwargs=True)
+            head = blocks[-1] if stage.head is None else transformer.get_submodule(stage.head)
+            head.register_forward_hook(_Exit(self, stage))
 
     @contextmanager
     def sharding(self, shards: Shards) -> Iterator[None]:
         """For one forward of these tokens; enter it inside exact mode, which then sees heads with all their tokens."""
-        self._shards = shards
+        self._exchange = _HeadExchange(shards, self.group)
         try:
-            with _HeadExchange(shards, self.group):
+            with self._exchange:
                 yield
         finally:
-            self._shards = None
+            self._exchange = None
 
-    def _enter_first(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._shards is None:
-            return None
-        cut = {
-            name: self._shards.cut(kwargs[name], stream, self.group.rank, dim=1)
-            for name, stream in self._spec.inputs.items()
-        }
-        return self._enter(block, args, {**kwargs, **cut})
 
-    def _enter(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._shards is None:
-            return None
-        cut = {
-            name: tuple(
-                self._shards.cut(table, stream, self.group.rank, dim=0)
-                for table, stream in zip(kwargs[name], streams, strict=True)
-            )
-            for name, streams in self._spec.tables.items()
-        }
-        return args, {**kwargs, **cut}
+@dataclass(eq=False)
+class _Entrance:
+    """A hook before each block of a stage: its rank's share of the arguments takes their place."""
 
-    def _gather(self, head: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-        if self._shards is None:
+    ranks: SequenceParallel
+    stage: Stage
+    first: bool
+
+    def __call__(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        exchange = self.ranks._exchange
+        if exchange is None:
             return None
-        whole = self.group.all_gather(output).transpose(0, 1).flatten(1, 2)
-        return whole[:, : self._shards.image_tokens].contiguous()
+        named = {**dict(zip(_parameters(type(block).forward), args, strict=False)), **kwargs}
+        if self.first:
+            exchange.stage = self.stage
+            named |= {name: self._cut(named[name], tokens) for name, tokens in self.stage.inputs.items()}
+        for name, tokens in self.stage.tables.items():
+            if isinstance(tokens, tuple):
+                named[name] = tuple(self._cut(x, t) for x, t in zip(named[name], tokens, strict=True))
+            else:
+                named[name] = self._cut(named[name], tokens)
+        return (), named
+
+    def _cut(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        assert self.ranks._exchange is not None
+        return self.ranks._exchange.shards.cut_streams(x, tokens, self.ranks.group.rank)
+
+
+@dataclass(eq=False)
+class _Exit:
+    """A hook behind a stage: what each rank has of its output is gathered."""
+
+    ranks: SequenceParallel
+    stage: Stage
+
+    def __call__(self, head: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        exchange = self.ranks._exchange
+        if exchange is None:
+            return None
+        exchange.stage = None
+        whole = self.ranks.group.all_gather(output).transpose(0, 1).flatten(1, 2)
+        return whole[:, _order_on(exchange.shards, self.stage.output.streams, whole.device)]
 
 
 class _HeadExchange(TorchFunctionMode):
@@ -145,7 +204,8 @@ class _HeadExchange(TorchFunctionMode):
 
     def __init__(self, shards: Shards, group: RankGroup) -> None:
         super().__init__()
-        self._shards = shards
+        self.shards = shards
+        self.stage: Stage | None = None
         self._group = group
 
     def __torch_function__(
@@ -168,35 +228,39 @@ class _HeadExchange(TorchFunctionMode):
         **options: Any,
     ) -> torch.Tensor:
         streams = self._streams(query, key, attn_mask)
-        order = _order_on(self._shards, streams, query.device)
-        whole = _to_heads(torch.stack([query, key, value]), self._group)[..., order, :]
-        attended = F.scaled_dot_product_attention(*whole.unbind(0), **options)
+        order = _order_on(self.shards, streams, query.device)
+        q, k, v = _to_heads(torch.stack([query, key, value]), self._group)[..., order, :]
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
         shares = attended.new_zeros(*attended.shape[:2], query.shape[2] * self._group.size, attended.shape[3])
         shares[:, :, order] = attended
         return _to_tokens(shares, self._group)
 
     def _streams(self, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None) -> tuple[Stream, ...]:
-        """Which streams the sequence of an attention is made of, in their order."""
-        image, text = self._shards.share("image"), self._shards.share("text")
-        if query.shape == key.shape and attn_mask is None:
-            if query.shape[2] == image + text:
-                return ("text", "image") if self._shards.text_first else ("image", "text")
-            if query.shape[2] == image:
-                return ("image",)
+        """Which of the stage's streams the sequence of an attention is made of, in their order."""
+        shards = self.shards
+        inputs = () if self.stage is None else self.stage.inputs.values()
+        order: tuple[Stream, ...] = ("text", "image") if shards.text_first else ("image", "text")
+        joint = tuple(stream for stream in order if any(stream in tokens.streams for tokens in inputs))
+        for streams in (joint, tuple(stream for stream in joint if stream == "image")):
+            tokens = sum(map(shards.count, streams))
+            hides_keys = attn_mask is None or attn_mask.shape[1:] == (1, 1, tokens)
+            if query.shape == key.shape and query.shape[2] == sum(map(shards.share, streams)) and hides_keys:
+                return streams
         raise EngineFaultError(
-            f"an attention of {query.shape[2]} x {key.shape[2]} tokens has no place in a sequence of {image} image and "
-            f"{text} text tokens a rank",
+            f"an attention of {query.shape[2]} x {key.shape[2]} tokens"
+            f"{'' if attn_mask is None else f' under a mask {tuple(attn_mask.shape)}'} has no place in a sequence of "
+            f"{' and '.join(f'{shards.share(stream)} {stream}' for stream in joint)} tokens a rank",
             hint="Run this model with --sp-degree 1.",
         )
 
 
 def _to_heads(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """x `[3, B, H, share, D]` of all heads and this rank's tokens -> `[3, B, H / size, size * share, D]`."""
-    three, batch, heads, share, width = x.shape
+    """x `[n, B, H, share, D]` of all heads and this rank's tokens -> `[n, B, H / size, size * share, D]`."""
+    count, batch, heads, share, width = x.shape
     mine = heads // group.size
-    parts = x.reshape(three, batch, group.size, mine, share, width).permute(2, 0, 1, 3, 4, 5)
+    parts = x.reshape(count, batch, group.size, mine, share, width).permute(2, 0, 1, 3, 4, 5)
     received = group.all_to_all(parts)
-    return received.permute(1, 2, 3, 0, 4, 5).reshape(three, batch, mine, group.size * share, width)
+    return received.permute(1, 2, 3, 0, 4, 5).reshape(count, batch, mine, group.size * share, width)
 
 
 def _to_tokens(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
