@@ -16,12 +16,27 @@ class PromptEmbeds:
 
 
 @dataclass(frozen=True)
+class Guidance:
+    """How a request is guided; the two ways go together or alone.
+
+    scale, negative_prompt: classifier-free guidance, away from that prompt; 1 and None without it. embedded: the number
+    that a guidance-distilled transformer is told; None for one that isn't.
+    """
+
+    scale: float = 1.0
+    negative_prompt: str | None = None
+    embedded: float | None = None
+
+
+@dataclass(frozen=True)
 class Conditioning:
-    """What one sample is denoised under. negative is None when there is no guidance (guidance_scale is then 1)."""
+    """What one sample is denoised under: its request's `Guidance` with the prompts encoded. negative is None, and
+    guidance_scale 1, without classifier-free guidance."""
 
     positive: PromptEmbeds
     negative: PromptEmbeds | None
     guidance_scale: float
+    embedded_guidance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,10 +55,14 @@ class DenoiseBatch:
 
 @dataclass(frozen=True)
 class Rows:
-    """What one forward of the transformer computes: latents `[r, ...]`, timesteps `[r]`, and a prompt for each row."""
+    """What one forward of the transformer computes: latents `[r, ...]`, timesteps `[r]`, and a prompt for each row.
+
+    guidance `[r]` fp32 on the latents' device: each row's embedded guidance; None for a transformer that takes none.
+    """
 
     latents: torch.Tensor
     timesteps: torch.Tensor
     prompts: tuple[PromptEmbeds, ...]
     height: int
     width: int
+    guidance: torch.Tensor | None = None

@@ -45,7 +45,11 @@ class RolloutDebugTensors:
 
 @dataclass(frozen=True)
 class DenoisingEnv:
-    """What the transformer was conditioned on, as keyword arguments of its forward, without a batch axis."""
+    """What the transformer was conditioned on, as keyword arguments of its forward, without a batch axis.
+
+    guidance: the embedded guidance of a guidance-distilled transformer, None for others; the scale of classifier-free
+    guidance is in `RolloutSample.guidance_scale`.
+    """
 
     pos_cond_kwargs: Mapping[str, CondValue]
     neg_cond_kwargs: Mapping[str, CondValue] | None
@@ -107,7 +111,8 @@ class RolloutSample:
     rollout_step_kinds: length T, what each step was; `ode` says that it has no variance, hence no log-prob.
     num_elements: elements of one latent, the count that `rollout_log_probs` is averaged over.
     sigma_max: the sigma that stands for 1 in the coefficients (`sigmas[1]`).
-    guidance_scale: the guidance that was applied (1: none).
+    guidance_scale: the scale of the classifier-free guidance that was applied (1: none). embedded_guidance: the number
+        that a guidance-distilled transformer was told (None: it takes none).
     weight_versions: for each step taken, in earlier requests too, the version that computed it.
     num_evaluations: sample-steps computed for the whole request; smaller than K x T when a prefix was shared.
     """
@@ -140,6 +145,7 @@ class RolloutSample:
     affine_coefficients: tuple[tuple[float, float, float, float], ...] | None = None
     finish_reason: FinishReason = STOP
     resume_state: ResumeState | None = None
+    embedded_guidance: float | None = None
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

@@ -61,7 +61,8 @@ def test_a_row_has_every_documented_key(service: Service) -> None:
         *("request_id", "prompt", "seed", "sample_seed", "request_seed", "sample_index", "generated_output"),
         *("generated_latents", "rollout_log_probs", "rollout_step_kinds", "rollout_debug_tensors", "denoising_env"),
         *("dit_trajectory", "sigma_max", "num_elements", "noise_level", "sde_type", "log_prob_no_const"),
-        *("guidance_scale", "height", "width", "weight_versions", "weight_version", "num_evaluations"),
+        *("guidance_scale", "embedded_guidance", "height", "width", "weight_versions", "weight_version"),
+        "num_evaluations",
         *("generator_device", "inference_time_s", "timings", "peak_memory_mb"),
         *("num_steps_done", "finish_reason", "resume_state"),
     }

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion_rl.batch import Conditioning, DenoiseBatch, PromptEmbeds, Rows
+from diffusion_rl.batch import Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows
 from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
@@ -27,7 +28,7 @@ from diffusion_rl.parallel.cfg import combine_guidance
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.parallel.tensor import TensorParallel, TensorPlan
 from diffusion_rl.params import RolloutParams
-from diffusion_rl.sample import DenoisingEnv
+from diffusion_rl.sample import CondValue, DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan, exact_forward
@@ -40,13 +41,15 @@ DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults th
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request gets for the fields it leaves out."""
+    """What a request gets for the fields it leaves out. guidance_scale is that of classifier-free guidance;
+    embedded_guidance goes to guidance-distilled transformers alone."""
 
     height: int
     width: int
     num_inference_steps: int
     guidance_scale: float
     max_sequence_length: int
+    embedded_guidance: float | None = None
 
 
 BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
@@ -61,6 +64,7 @@ class ModelFamily(ABC):
 
     pipeline_class_name: ClassVar[str]
     text_first: ClassVar[bool]  # the order of a joint attention sequence
+    max_shift: ClassVar[float] = 1.15  # of dynamic shifting, where the scheduler's configuration names none
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
     tensor_plan: ClassVar[TensorPlan]  # how its weights are
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
@@ -130,12 +134,16 @@ class ModelFamily(ABC):
         """Encodes one prompt, alone, so that no other prompt can change its bits."""
 
     @abstractmethod
-    def guidance(self, params: RolloutParams) -> tuple[float, str | None]:
-        """`(scale, negative prompt)`; the negative prompt is None, and the scale 1, when there is no guidance."""
+    def guidance(self, params: RolloutParams) -> Guidance:
+        """How the request is guided, as the pipeline would guide it."""
 
-    @abstractmethod
     def dynamic_shift(self, height: int, width: int) -> float | None:
-        """`mu` for schedulers that shift by image size, else None."""
+        """`mu` for schedulers that shift by image size: diffusers' `calculate_shift`, linear in the image's tokens."""
+        config = self.pipeline.scheduler.config
+        fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        smallest, largest = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
+        slope = (largest - smallest) / (most - fewest)
+        return float(self._image_tokens(height, width) * slope + (smallest - slope * fewest))
 
     def default_sigmas(self, steps: int) -> list[float] | None:
         """The sigmas that the pipeline hands its scheduler; None when it leaves them to the scheduler."""
@@ -185,12 +193,30 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
+    def cond_kwargs(self, prompt: PromptEmbeds, height: int, width: int) -> dict[str, CondValue]:
+        """One prompt's arguments of the transformer's forward, on the CPU, in memory of their own."""
+
+    def prompt_from_kwargs(self, kwargs: Mapping[str, Any]) -> PromptEmbeds:
+        """`cond_kwargs` undone, on this family's device."""
+        pooled = kwargs.get("pooled_projections")
+        return PromptEmbeds(
+            kwargs["encoder_hidden_states"].to(self.device), None if pooled is None else pooled.to(self.device)
+        )
+
     def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
         """What the transformer is conditioned on, on the CPU, from which `conditioning_from_env` comes back."""
+        negative = conditioning.negative
+        return DenoisingEnv(
+            pos_cond_kwargs=self.cond_kwargs(conditioning.positive, height, width),
+            neg_cond_kwargs=None if negative is None else self.cond_kwargs(negative, height, width),
+            image_kwargs={},
+            guidance=conditioning.embedded_guidance,
+        )
 
-    @abstractmethod
     def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
         """`denoising_env` undone, on this family's device."""
+        negative = None if env.neg_cond_kwargs is None else self.prompt_from_kwargs(env.neg_cond_kwargs)
+        return Conditioning(self.prompt_from_kwargs(env.pos_cond_kwargs), negative, guidance_scale, env.guidance)
 
     def exact(self) -> AbstractContextManager[None]:
         """The mode that all of this family's arithmetic runs in, for a stock pipeline or code of one's own."""
@@ -243,6 +269,7 @@ class ModelFamily(ABC):
         """The pipeline's own defaults, and over them those of the checkpoint's folder."""
         call = inspect.signature(self.pipeline.__call__).parameters
         side = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        embedded = call["guidance_scale"].default if "true_cfg_scale" in call else None
         scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else call["guidance_scale"].default
         values: dict[str, Any] = {
             "height": side,
@@ -250,6 +277,7 @@ class ModelFamily(ABC):
             "num_inference_steps": call["num_inference_steps"].default,
             "guidance_scale": scale,
             "max_sequence_length": call["max_sequence_length"].default,
+            "embedded_guidance": embedded,
         }
         if folder is not None and (folder / DEFAULTS_FILE).is_file():
             values |= json.loads((folder / DEFAULTS_FILE).read_text())
@@ -267,9 +295,15 @@ class ModelFamily(ABC):
         plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
         return padded.to(rows.latents.dtype), plan
 
+    def _pooled_rows(self, rows: Rows) -> torch.Tensor:
+        """Pooled embeddings of all rows of a forward `[rows, P]`."""
+        return torch.stack([p.pooled for p in rows.prompts if p.pooled is not None]).to(rows.latents.dtype)
+
 
 def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
-    return Rows(batch.latents, batch.timesteps, tuple(prompts), batch.height, batch.width)
+    embedded = [c.embedded_guidance for c in batch.conditioning if c.embedded_guidance is not None]
+    guidance = torch.tensor(embedded, dtype=torch.float32, device=batch.latents.device) if embedded else None
+    return Rows(batch.latents, batch.timesteps, tuple(prompts), batch.height, batch.width, guidance)
 
 
 def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
@@ -281,6 +315,18 @@ def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
             value=params.flow_shift if params.sigmas is None else list(params.sigmas),
             hint="Use a smaller shift, fewer steps, or a final grid of your own in `sigmas`.",
         )
+
+
+def uniform_sigmas(steps: int) -> list[float]:
+    """From 1 to 1 / steps in equal steps: what most pipelines hand their scheduler."""
+    return list(np.linspace(1.0, 1 / steps, steps))
+
+
+def vae_pictures(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """An `AutoencoderKL`'s pictures `[n, 3, H, W]` fp32 in [0, 1] of latents `[n, C, h, w]`."""
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    pictures = vae.decode(scaled, return_dict=False)[0].float()
+    return (pictures * 0.5 + 0.5).clamp(0, 1)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

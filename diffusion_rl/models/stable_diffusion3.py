@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
-from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt
+from diffusion_rl.batch import Guidance, PromptEmbeds, Rows
+from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt, vae_pictures
 from diffusion_rl.models.fused_blocks import JOINT_TRANSFORMER_BLOCKS
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
-from diffusion_rl.sample import CondValue, DenoisingEnv
+from diffusion_rl.sample import CondValue
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan
 
@@ -22,6 +22,7 @@ class StableDiffusion3Family(ModelFamily):
 
     pipeline_class_name = "StableDiffusion3Pipeline"
     text_first = False
+    max_shift = 1.16
     sequence_spec = SequenceSpec()
     tensor_plan = TensorPlan(
         columns=(
@@ -86,59 +87,23 @@ class StableDiffusion3Family(ModelFamily):
         )
         return PromptEmbeds(embeds[0], pooled[0])
 
-    def guidance(self, params: RolloutParams) -> tuple[float, str | None]:
+    def guidance(self, params: RolloutParams) -> Guidance:
         named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
         scale = named[0] if named else self.defaults.guidance_scale
-        return (scale, params.negative_prompt or "") if scale > 1 else (1.0, None)
-
-    def dynamic_shift(self, height: int, width: int) -> float | None:
-        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-        config = self.pipeline.scheduler.config
-        return calculate_shift(
-            self._image_tokens(height, width),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.16),
-        )
+        return Guidance(scale, params.negative_prompt or "") if scale > 1 else Guidance()
 
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
         text, plan = self._text_rows(rows)
-        pooled = torch.stack([p.pooled for p in rows.prompts if p.pooled is not None])
         return plan, {
             "hidden_states": rows.latents,
             "timestep": rows.timesteps,
             "encoder_hidden_states": text,
-            "pooled_projections": pooled.to(rows.latents.dtype),
+            "pooled_projections": self._pooled_rows(rows),
         }
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        vae = self.pipeline.vae
-        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        pictures = vae.decode(scaled, return_dict=False)[0].float()
-        return (pictures * 0.5 + 0.5).clamp(0, 1)
+        return vae_pictures(self.pipeline.vae, latents)
 
-    def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
-        negative = conditioning.negative
-        return DenoisingEnv(
-            pos_cond_kwargs=_cond_kwargs(conditioning.positive),
-            neg_cond_kwargs=None if negative is None else _cond_kwargs(negative),
-            image_kwargs={},
-            guidance=None,
-        )
-
-    def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
-        def prompt(kwargs: object) -> PromptEmbeds:
-            assert isinstance(kwargs, dict)
-            return PromptEmbeds(
-                kwargs["encoder_hidden_states"].to(self.device), kwargs["pooled_projections"].to(self.device)
-            )
-
-        negative = None if env.neg_cond_kwargs is None else prompt(env.neg_cond_kwargs)
-        return Conditioning(prompt(env.pos_cond_kwargs), negative, guidance_scale)
-
-
-def _cond_kwargs(prompt: PromptEmbeds) -> dict[str, CondValue]:
-    pooled = None if prompt.pooled is None else host_copy(prompt.pooled)
-    return {"encoder_hidden_states": host_copy(prompt.prompt_embeds), "pooled_projections": pooled}
+    def cond_kwargs(self, prompt: PromptEmbeds, height: int, width: int) -> dict[str, CondValue]:
+        pooled = None if prompt.pooled is None else host_copy(prompt.pooled)
+        return {"encoder_hidden_states": host_copy(prompt.prompt_embeds), "pooled_projections": pooled}

@@ -16,7 +16,8 @@ from engine_control.groups import RankGroup
 
 Forward = Callable[[Rows], torch.Tensor]
 GuidancePass = Callable[[Forward, Rows, Rows], tuple[torch.Tensor, torch.Tensor]]
-"""`(forward, negative rows, positive rows)` -> their velocities. Both rows hold the same latents and timesteps."""
+"""`(forward, negative rows, positive rows)` -> their velocities. Both rows hold the same latents, timesteps
+and embedded guidance."""
 
 
 def batched(forward: Forward, negative: Rows, positive: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,6 +28,7 @@ def batched(forward: Forward, negative: Rows, positive: Rows) -> tuple[torch.Ten
         negative.prompts + positive.prompts,
         negative.height,
         negative.width,
+        None if positive.guidance is None else torch.cat([positive.guidance, positive.guidance]),
     )
     first, second = forward(together).chunk(2)
     return first, second

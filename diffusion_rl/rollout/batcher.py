@@ -19,7 +19,7 @@ class BatchKey:
 
 def batch_key(sample: SampleState) -> BatchKey:
     request = sample.request
-    return BatchKey(request.size, request.negative_prompt is not None, request.params.lora_name)
+    return BatchKey(request.size, request.guidance.negative_prompt is not None, request.params.lora_name)
 
 
 def pick_batch(samples: Sequence[SampleState], max_batch_size: int) -> list[SampleState]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from diffusion_rl.batch import Conditioning
+from diffusion_rl.batch import Conditioning, Guidance
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
@@ -25,8 +25,7 @@ class RequestState:
     schedule: Schedule
     size: tuple[int, int]
     seeds: tuple[int, ...]
-    guidance_scale: float
-    negative_prompt: str | None
+    guidance: Guidance
     max_sequence_length: int
     arrival: int
     resume_from: tuple[ResumeState | None, ...]

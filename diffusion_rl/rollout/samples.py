@@ -34,10 +34,10 @@ def plan_request(
     steps = step_count(params, defaults.num_inference_steps)
     check_step_fields(params, steps)
     length = params.max_sequence_length or defaults.max_sequence_length
-    scale, negative = family.guidance(params)
+    guidance = family.guidance(params)
     family.check_prompt(params.prompt, "prompt", length)
-    if negative is not None:
-        family.check_prompt(negative, "negative_prompt", length)
+    if guidance.negative_prompt is not None:
+        family.check_prompt(guidance.negative_prompt, "negative_prompt", length)
     seeds = _seeds(params)
     schedule = make_schedule(family, params, steps=steps, size=size, seed=request_seed(params, seeds))
     dtype = family.dtype if schedule.ode_state else torch.float32
@@ -48,8 +48,7 @@ def plan_request(
         schedule=schedule,
         size=size,
         seeds=seeds,
-        guidance_scale=scale,
-        negative_prompt=negative,
+        guidance=guidance,
         max_sequence_length=length,
         arrival=arrival,
         resume_from=resume_from,
@@ -58,11 +57,13 @@ def plan_request(
 
 def condition(request: RequestState, prompts: PromptCache) -> None:
     """Encodes the request's prompts; afterwards it has its conditioning."""
-    length, negative = request.max_sequence_length, request.negative_prompt
+    length, guidance = request.max_sequence_length, request.guidance
+    negative = guidance.negative_prompt
     request.conditioning = Conditioning(
         positive=prompts.encode(request.params.prompt, length),
         negative=None if negative is None else prompts.encode(negative, length),
-        guidance_scale=request.guidance_scale,
+        guidance_scale=guidance.scale,
+        embedded_guidance=guidance.embedded,
     )
 
 

@@ -183,6 +183,8 @@ def _recorded_sample(sample: RolloutSample) -> RecordedSample:
         "width": sample.width,
         "height": sample.height,
     }
+    if sample.embedded_guidance is not None:
+        values["embedded_guidance"] = float(sample.embedded_guidance)
     return RecordedSample(values, () if log_probs is None else tuple(log_probs.tolist()), prints_of(sample))
 
 
