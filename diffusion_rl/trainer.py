@@ -122,6 +122,16 @@ class _ExactForward:
 
     def _plan(self, inputs: dict[str, Any], text_lengths: tuple[int, ...] | None) -> AttentionPlan | None:
         """The true tokens of the rows, if something tells them. Takes the mask away: it would pick another kernel."""
+        planned = self.family.plan_of_call(inputs)
+        if planned is not None:
+            if text_lengths is not None:
+                raise InvalidRequestError(
+                    f"a {type(self.module).__name__} is called with prompts of their own lengths",
+                    field="text_lengths",
+                    value=str(text_lengths),
+                    hint="Leave it out.",
+                )
+            return planned
         mask = inputs.get(MASK)
         if mask is not None:
             inputs[MASK] = None

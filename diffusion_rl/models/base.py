@@ -67,6 +67,7 @@ class ModelFamily(ABC):
     max_shift: ClassVar[float] = 1.15  # of dynamic shifting, where the scheduler's configuration names none
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
     tensor_plan: ClassVar[TensorPlan]  # how its weights are
+    compiles: ClassVar[bool] = True  # whether its transformer's forward has one shape for torch.compile
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
 
     def __init__(self, pipeline: Any, defaults_folder: Path | None = None) -> None:
@@ -92,6 +93,16 @@ class ModelFamily(ABC):
     def attention_heads(self) -> int:
         """Of each of the transformer's blocks: what ranks deal out."""
         return int(self.pipeline.transformer.config.num_attention_heads)
+
+    @property
+    def velocity_dtype(self) -> torch.dtype:
+        """Of velocities, and so of an ODE request's states, as in the pipeline."""
+        return self.dtype
+
+    @property
+    def default_side(self) -> int:
+        """Pixels of the pipeline's own default."""
+        return int(self.pipeline.default_sample_size * self.pipeline.vae_scale_factor)
 
     def split_weights(self, ranks: TensorParallel, device: str) -> None:
         """Leaves this rank's part of the transformer's weights, and puts the whole pipeline on `device`. A family that
@@ -156,7 +167,7 @@ class ModelFamily(ABC):
         *,
         arrangement: Arrangement | None = None,
     ) -> torch.Tensor:
-        """The velocity after guidance, `[n, ...]` in the transformer's dtype, for each sample independently.
+        """The velocity after guidance, `[n, ...]` in `velocity_dtype`, for each sample independently.
 
         Runs inside `exact_mode`. `transformer` replaces the family's own (a trainer's, with gradients). With an
         arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
@@ -168,7 +179,7 @@ class ModelFamily(ABC):
         def forward(rows: Rows) -> torch.Tensor:
             plan, inputs = self.transformer_inputs(rows)
             with exact_forward(model, plan, self.choices, self.block_forwards), arrangement.sharding(plan):
-                return runner(model, plan, inputs)
+                return self.velocity(runner(model, plan, inputs))
 
         positive = _rows(batch, [c.positive for c in batch.conditioning])
         negatives = [c.negative for c in batch.conditioning if c.negative is not None]
@@ -180,6 +191,14 @@ class ModelFamily(ABC):
     @abstractmethod
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
         """The arguments of the transformer's forward for these rows, and where their true tokens are."""
+
+    def plan_of_call(self, arguments: Mapping[str, Any]) -> AttentionPlan | None:
+        """Where the true tokens are in a trainer's call of the transformer; None: its arguments alone don't say it."""
+        return None
+
+    def velocity(self, output: torch.Tensor) -> torch.Tensor:
+        """The velocity `[r, ...]` that an output of the transformer stands for."""
+        return output
 
     def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """The guided velocity `[n, ...]` from those without and with the prompt, and each sample's scale `[n]`."""
@@ -268,12 +287,11 @@ class ModelFamily(ABC):
     def _defaults(self, folder: Path | None) -> Defaults:
         """The pipeline's own defaults, and over them those of the checkpoint's folder."""
         call = inspect.signature(self.pipeline.__call__).parameters
-        side = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
         embedded = call["guidance_scale"].default if "true_cfg_scale" in call else None
         scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else call["guidance_scale"].default
         values: dict[str, Any] = {
-            "height": side,
-            "width": side,
+            "height": self.default_side,
+            "width": self.default_side,
             "num_inference_steps": call["num_inference_steps"].default,
             "guidance_scale": scale,
             "max_sequence_length": call["max_sequence_length"].default,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion_rl.models.runner import eager
 from rl_kernels import AttentionPlan
@@ -32,12 +33,12 @@ class _Captured:
     """A graph, the memory that it reads its arguments from, and the memory that it leaves the velocities in."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: dict[str, torch.Tensor]
+    inputs: list[torch.Tensor]
     velocity: torch.Tensor
 
     def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
-        for name, static in self.inputs.items():
-            static.copy_(inputs[name])
+        for static, given in zip(self.inputs, _tensors(inputs), strict=True):
+            static.copy_(given)
         self.graph.replay()
         return self.velocity.clone()
 
@@ -60,7 +61,7 @@ class CudaGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def __call__(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-        device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
+        device = _tensors(inputs)[0].device
         with torch.cuda.device(device):  # capturing and replaying use the current device's stream
             return self._run(transformer, plan, inputs)
 
@@ -101,8 +102,7 @@ class CudaGraphs:
 
     def _capture(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> _Captured | None:
         """The graph of this forward; None if it does something that no graph can hold."""
-        static = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        arguments = {**inputs, **static}
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         if self._side is None:  # one for all captures: libraries keep a workspace for every stream that they have seen
@@ -122,13 +122,15 @@ class CudaGraphs:
             torch.cuda.synchronize()
             return None
         self.captured += 1
-        return _Captured(graph, static, velocity)
+        return _Captured(graph, _tensors(arguments), velocity)
 
 
 def _key(plan: AttentionPlan, inputs: dict[str, Any]) -> GraphKey:
-    """What a graph holds fixed: the plan, the shapes of tensors, and the values of everything else."""
-    fixed = [
-        (name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (name, repr(value))
-        for name, value in sorted(inputs.items())
-    ]
-    return plan, *fixed
+    """What a graph holds fixed: the plan, the shapes of tensors (also of those in lists), and all other values."""
+    shapes = tree_map_only(torch.Tensor, lambda tensor: (tuple(tensor.shape), tensor.dtype), inputs)
+    return plan, *((name, repr(value)) for name, value in sorted(shapes.items()))
+
+
+def _tensors(inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors among the arguments, those in lists included, in one order."""
+    return [value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor)]

@@ -15,6 +15,6 @@ Runner = Callable[[torch.nn.Module, AttentionPlan, dict[str, Any]], torch.Tensor
 
 
 def eager(transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-    """A plain call."""
-    velocity: torch.Tensor = transformer(**inputs, return_dict=False)[0]
-    return velocity
+    """A plain call; rows that come as a list are stacked."""
+    velocity: torch.Tensor | list[torch.Tensor] = transformer(**inputs, return_dict=False)[0]
+    return torch.stack(velocity) if isinstance(velocity, list) else velocity

@@ -64,8 +64,17 @@ def compile_family(
     must be compiled anyway. wanted: as for `make_exact`; where graphs aren't exact, `auto` leaves the eager forward.
 
     Raises:
+        InvalidRequestError: the family's transformers have no shape to compile for.
         NotExactError: `on`, and the transformer can't be compiled so that bits don't depend on the batch.
     """
+    if not family.compiles:
+        raise InvalidRequestError(
+            f"a {type(family.transformer).__name__} isn't compiled: it takes each prompt at its own length, so a graph "
+            "would be one of a mixture of prompts",
+            field="enable_torch_compile",
+            value=True,
+            hint="Leave out --enable-torch-compile.",
+        )
     before, family.runner = family.choices, eager
     family.choices = replace(before, fused=False)  # a graph fuses the stock blocks in its own way
     batch = probe_batch(family)

@@ -40,7 +40,7 @@ def plan_request(
         family.check_prompt(guidance.negative_prompt, "negative_prompt", length)
     seeds = _seeds(params)
     schedule = make_schedule(family, params, steps=steps, size=size, seed=request_seed(params, seeds))
-    dtype = family.dtype if schedule.ode_state else torch.float32
+    dtype = family.velocity_dtype if schedule.ode_state else torch.float32
     resume_from = read_resume_states(params, seeds, steps=steps, shape=latent_shape(family, size), dtype=dtype)
     return RequestState(
         request_id=request_id,
@@ -81,7 +81,7 @@ def start_samples(family: ModelFamily, request: RequestState) -> list[SampleStat
     shape = family.initial_noise_shape(*request.size)
     noise = normal_noise(seeds, NoiseStream.INITIAL_LATENT, [0] * len(seeds), shape, family.device)
     latents = family.pack(noise)
-    latents = latents.to(family.dtype) if schedule.ode_state else round_to_storage(latents, params)
+    latents = latents.to(family.velocity_dtype) if schedule.ode_state else round_to_storage(latents, params)
     samples = []
     for members, latent in zip(groups, latents, strict=True):
         recorder = Recorder(params, schedule, tuple(latent.shape), latent.device)
