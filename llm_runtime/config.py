@@ -33,6 +33,8 @@ class LLMConfig:
         ahead. No token or log-prob depends on it; it is a refit's `draft`.
     deterministic: `auto` is exact mode wherever it is certified; `on` insists on it; `off` leaves the libraries alone.
     cuda_graphs: on a GPU, decoding is captured and replayed; the bits are the same.
+    overlap_schedule: decoding's next step is launched before the host has read the last one's tokens: `auto` where
+        steps are graphs, `on` wherever one rank decodes without a draft, `off` nowhere. The bits are the same.
     weight_version: what the weights that are loaded first are called.
     memory_saver: as the diffusion engine's: `host` on any device, `vmm` on a GPU, `auto` is `host`.
     random_seed: requests without a seed get one from it and their number. None: an arbitrary one.
@@ -59,6 +61,7 @@ class LLMConfig:
     speculative_num_steps: int = 4
     deterministic: Literal["auto", "on", "off"] = "auto"
     cuda_graphs: bool = True
+    overlap_schedule: Literal["auto", "on", "off"] = "auto"
     weight_version: str = "default"
     control: ControlConfig = field(default_factory=ControlConfig)
     memory_saver: Literal["auto", "host", "vmm"] = "auto"

@@ -62,7 +62,9 @@ class LanguageModel:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.methods = LLM(config=LLMConfig(str(folder), device="cpu", control=CONTROL, max_total_tokens=512))
+        self.methods = LLM(
+            config=LLMConfig(str(folder), device="cpu", control=CONTROL, max_total_tokens=512, overlap_schedule="on")
+        )
 
     def generate(self) -> tuple[str, ...]:
         output = self.methods.generate([[1, 2, 3]], {"max_new_tokens": 1})[0].output

@@ -32,13 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[GenerateOutput]:
-    """Each prompt by itself, nothing cached."""
-    llm = LLM(config=_config(folder, disable_radix_cache=True))
+    """Each prompt by itself, nothing cached, step by step; all other tests decode ahead of the host."""
+    llm = LLM(config=_config(folder, disable_radix_cache=True, overlap_schedule="off"))
     return [_run(llm, [i])[0] for i in range(len(PROMPTS))]
 
 
 def _config(folder: Path, **fields: object) -> LLMConfig:
-    return LLMConfig(**{"model_path": str(folder), "max_total_tokens": 2048, "random_seed": 0, **fields})  # type: ignore[arg-type]
+    return LLMConfig(
+        **{"model_path": str(folder), "max_total_tokens": 2048, "random_seed": 0, "overlap_schedule": "on", **fields}
+    )  # type: ignore[arg-type]
 
 
 def _run(llm: LLM, which: list[int]) -> list[GenerateOutput]:
@@ -221,7 +223,10 @@ class TestWeights:
         llm._loop.run_until_idle(refit)
         assert updates[0].result()["success"]
         output = answer.result()
-        assert output.weight_versions == [WeightVersionSpan("v1", 0, 8), WeightVersionSpan("v2", 8, 21)]
+        assert output.weight_versions == [
+            WeightVersionSpan("v1", 0, 9),
+            WeightVersionSpan("v2", 9, 21),
+        ]  # one was in flight
         assert output.weight_version == "v2"
         fresh = LLM(config=_config(other))
         for found, wanted in zip(_run(llm, [1, 4]), _run(fresh, [1, 4]), strict=True):

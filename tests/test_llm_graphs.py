@@ -10,7 +10,7 @@ from tiny_llms import make_tiny_llm
 
 from llm_runtime import LLM, LLMConfig
 from llm_runtime.engine.batches import Span, batch_of
-from llm_runtime.engine.graphs import DecodeGraphs, padded, size_for
+from llm_runtime.engine.graphs import DecodeGraphs, GraphPool, padded, size_for
 
 PARAMS = {"temperature": 0.8, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 3}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -21,8 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llm(tmp_path_factory.mktemp("llm") / "qwen3", dtype=torch.bfloat16)
 
 
-def test_sizes_cover_every_batch_with_little_padding() -> None:
-    assert [size_for(n) for n in (1, 2, 3, 5, 8, 9, 16, 17, 250)] == [1, 2, 4, 8, 8, 16, 16, 32, 256]
+def test_sizes_cover_every_batch() -> None:
+    assert [size_for(n) for n in (1, 2, 3, 5, 8, 9, 16, 17, 250)] == [16, 16, 16, 16, 16, 16, 16, 32, 256]
 
 
 def test_padding_rows_and_wider_tables_change_no_bit(folder: Path) -> None:
@@ -48,7 +48,8 @@ def test_padding_rows_and_wider_tables_change_no_bit(folder: Path) -> None:
 
 
 def test_only_batches_of_single_tokens_are_taken(folder: Path) -> None:
-    graphs = DecodeGraphs(lambda inputs: inputs.slots, page_size=16, max_batch_size=2, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    graphs = DecodeGraphs(lambda inputs: inputs.slots, page_size=16, max_batch_size=2, device=cpu, pool=GraphPool(cpu))
     one = Span([1], 4, [1], draws=1)
     assert graphs.takes(batch_of([one, one], page_size=16))
     assert not graphs.takes(batch_of([one, one, one], page_size=16))
@@ -72,7 +73,7 @@ def test_replayed_decoding_has_the_bits_of_eager_decoding_through_refits_and_sle
     with LLM(config=LLMConfig(str(folder), **config)) as llm:
         assert llm.engine.runner.graphs is not None, llm.engine.exactness.describe()
         assert run(llm) == eager
-        assert llm.engine.runner.graphs.captured
+        assert llm.engine.runner.steps.captured
         llm.release_memory_occupation()
         llm.resume_memory_occupation()
         assert run(llm) == eager

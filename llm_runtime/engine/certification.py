@@ -13,6 +13,7 @@ import torch
 
 from engine_control.errors import NotExactError
 from llm_runtime.engine.batches import ForwardBatch, joined
+from llm_runtime.engine.decode_steps import DecodeRow
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (37, 5, 90, 1)  # of the sequences that the whole model is tried with, in tokens
 CHUNKS = (1, 16, 7, 29)  # how the first of them is cut, besides token by token
+STEPS = 3  # of decoding behind them; their pages have room for as many
 GRAPHED = (1, 3, 4)  # how many of them decode together, for graphs: one of these is padded
 TRIED = ("chosen operations",)
 
@@ -37,9 +39,10 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Ex
     Raises:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
+    can_capture = runner.device.type == "cuda" and runner.model.tensor_parallel.size == 1 and runner.model.capturable
+    graphs_up_to = graphs_up_to if can_capture else 0
     if wanted == "off":
-        runner.choices = LIBRARY
-        return Exactness(False, None)
+        return _inexact(runner, graphs_up_to, None)
     certificate = certify_model(runner)
     if certificate.exact:
         runner.choices = certificate.choices
@@ -53,33 +56,55 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Ex
             hint="Use another dtype or device, or --disable-deterministic-inference.",
         )
     logger.warning("a token's bits may depend on its batch on %s, because of: %s", certificate.device, refused)
+    return _inexact(runner, graphs_up_to, certificate)
+
+
+def _inexact(runner: ModelRunner, graphs_up_to: int, certificate: Certificate | None) -> Exactness:
+    """The libraries as they are, and graphs of those."""
     runner.choices = LIBRARY
+    runner.use_graphs(graphs_up_to)
     return Exactness(False, certificate)
 
 
 def _with_graphs(runner: ModelRunner, certificate: Certificate, up_to: int) -> Certificate:
-    """Turns graphs on where they can be, and keep their bits; with a verdict that says so."""
-    if runner.device.type != "cuda" or up_to < 1 or runner.model.tensor_parallel.size > 1:
-        return certificate
-    if not runner.model.capturable:
+    """Turns graphs on where they keep their bits; with a verdict that says so."""
+    if up_to < 1:
         return certificate
     cache, runner.cache = runner.cache, _small_cache(runner)
     try:
         wanted = [_logits(runner, _last_tokens(runner, count)) for count in GRAPHED]
+        drawn = _decoded(runner)
         runner.use_graphs(up_to)
         found = [_logits(runner, _last_tokens(runner, count)) for count in GRAPHED]
+        wrong = [f"{n} sequences" for n, a, b in zip(GRAPHED, found, wanted, strict=True) if not torch.equal(a, b)]
+        if _decoded(runner) != drawn:
+            wrong.append("whole steps")
     finally:
-        runner.cache, runner.graphs = cache, None
-    wrong = [n for n, a, b in zip(GRAPHED, found, wanted, strict=True) if not torch.equal(a, b)]
-    if not wrong:
-        runner.use_graphs(up_to)
+        runner.cache = cache
+    runner.use_graphs(0 if wrong else up_to)  # without what was captured over the small cache
     verdict = Verdict(
         f"CUDA graphs of {type(runner.model).__name__}",
         "eager" if wrong else "graphs",
         ("graphs", "eager"),
-        f"graphs: {wrong[0]} sequences" if wrong else None,
+        f"graphs: {wrong[0]}" if wrong else None,
     )
     return Certificate(certificate.device, (*certificate.verdicts, verdict), certificate.choices)
+
+
+def _decoded(runner: ModelRunner) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probs of some steps behind the probe's sequences, those of them that the context has room for, as
+    `DecodeSteps` makes them."""
+    batch = _last_tokens(runner, len(LENGTHS))
+    tokens = zip(batch.input_ids, batch.context_lengths, batch.page_tables, strict=True)
+    rows = [
+        DecodeRow(token, length - 1, table, seed=i, temperature=0.7, greedy=i == 1)
+        for i, (token, length, table) in enumerate(tokens)
+        if length + STEPS <= runner.model.context_length
+    ]
+    run = runner.steps.begin(rows)
+    for _ in range(STEPS):
+        run.launch()
+    return [run.collect() for _ in range(STEPS)]
 
 
 def _last_tokens(runner: ModelRunner, count: int) -> ForwardBatch:
@@ -165,7 +190,8 @@ def _small_cache(runner: ModelRunner) -> KVCache:
 
 
 def _pages(length: int, page_size: int) -> int:
-    return -(-length // page_size)
+    """That a probe's sequence has: room for the steps behind it too."""
+    return -(-(length + STEPS) // page_size)
 
 
 def _whole(runner: ModelRunner, lengths: tuple[int, ...], *, only: int | None = None) -> ForwardBatch:
@@ -176,7 +202,7 @@ def _part(runner: ModelRunner, index: int, start: int, end: int) -> ForwardBatch
     """Tokens [start, end) of a probe's sequence, in pages of its own."""
     page_size, vocab = runner.cache.page_size, runner.model.config.vocab_size
     first = 1 + sum(_pages(length, page_size) for length in LENGTHS[:index])
-    pages = list(range(first, first + _pages(end, page_size)))
+    pages = list(range(first, first + _pages(LENGTHS[index], page_size)))
     slots = [pages[p // page_size] * page_size + p % page_size for p in range(start, end)]
     tokens = [(7919 * index + 104729 * p + 13) % vocab for p in range(start, end)]
     positions = [p % runner.model.context_length for p in range(start, end)]  # what a token is turned by, no more

@@ -23,6 +23,7 @@ from llm_runtime.config import LLMConfig
 from llm_runtime.engine.admission import Admission
 from llm_runtime.engine.certification import make_exact
 from llm_runtime.engine.kv_cache import PagePool
+from llm_runtime.engine.overlap import Drawn, Overlap, may_run
 from llm_runtime.engine.radix_cache import RadixCache
 from llm_runtime.engine.rank_weights import RankWeights, rank_settings
 from llm_runtime.engine.sampler import draw
@@ -30,7 +31,15 @@ from llm_runtime.engine.scheduler import Chunk, Scheduler
 from llm_runtime.engine.scoring import StepPlan, note_drawn, note_scored, plan_step
 from llm_runtime.engine.sequence import Sequence
 from llm_runtime.engine.speculation import Ahead
-from llm_runtime.engine.startup import graphs_up_to, load_draft, make_drafter, make_runner, pages_for
+from llm_runtime.engine.startup import (
+    LARGEST_GRAPH,
+    graphs_up_to,
+    load_draft,
+    make_drafter,
+    make_runner,
+    overlaps,
+    pages_for,
+)
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder
 from llm_runtime.output import FinishReason, GenerateOutput
@@ -127,6 +136,9 @@ class LLMEngine:
         if self.config.control.enable_memory_saver:  # what is frozen in place would go on with keys that are gone
             self.weights.memory.on_release("kv_cache", self.retract_requests)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0))
+        self._run: Overlap | None = None  # steps in flight
+        self._handed: list[Finished[GenerateOutput] | Progress[GenerateOutput]] = []  # found between steps
+        self._overlaps = overlaps(self.runner, self.config) and drafter is None
         self._held = False
         self._counts: Counter[str] = Counter()
         self._arrivals = 0
@@ -147,15 +159,22 @@ class LLMEngine:
         self.admission.check(request)
 
     def abort_request(self, request_id: str) -> bool:
+        self._land()
+        handed = len(self._handed)
+        self._handed = [item for item in self._handed if item.request_id != request_id]
         sequence = self.scheduler.find(request_id)
         if sequence is None:
-            return False
+            return len(self._handed) < handed
         self.scheduler.remove(sequence)
         self._counts["requests_aborted"] += 1
         return True
 
     def partial_result(self, request_id: str) -> GenerateOutput | None:
         """What there is by now, as SGLang's trainers depend on it: an aborted request is no error."""
+        self._land()
+        finished = next((f for f in self._handed if isinstance(f, Finished) and f.request_id == request_id), None)
+        if finished is not None:
+            return finished.result
         sequence = self.scheduler.find(request_id)
         if sequence is None:
             return None
@@ -163,25 +182,29 @@ class LLMEngine:
         return sequence.output(self.weight_version, FinishReason("abort", message=waiting))
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.scheduler.running) or (bool(self.scheduler.waiting) and not self._held)
+        begun = bool(self.scheduler.running) or bool(self._handed)
+        return begun or (bool(self.scheduler.waiting) and not self._held)
 
     def hold_admission(self, held: bool) -> None:
         self._held = held
 
     def request_ids(self) -> list[str]:
-        return [s.request_id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        return [*self.running_requests(), *(s.request_id for s in self.scheduler.waiting)]
 
     def running_requests(self) -> list[str]:
-        return [s.request_id for s in self.scheduler.running]
+        finished = [item.request_id for item in self._handed if isinstance(item, Finished)]
+        return [*finished, *(s.request_id for s in self.scheduler.running)]
 
     def retract_requests(self) -> int:
         """Their keys and values are computed again later, under the weights of then; tokens that were drawn stay."""
+        self._land()
         retracted = list(self.scheduler.running)
         for sequence in retracted:
             self.scheduler.retract(sequence)
         return len(retracted)
 
     def everywhere(self, command: RankCommand) -> list[Outcome]:
+        self._land()
         return self.ranks.everywhere(command, lambda: self._rank.carry_out(command))
 
     def flush_needs_idle(self) -> bool:
@@ -189,9 +212,17 @@ class LLMEngine:
 
     def step(self) -> Items[Finished[GenerateOutput] | Progress[GenerateOutput]]:
         """One forward over the tokens of many sequences, and the next token of each that is computed to its end."""
+        if self._handed:
+            handed, self._handed = self._handed, []
+            return handed
+        if self._run is not None:
+            return self._go_on(self._run)
         chunks = self.scheduler.schedule(admit=not self._held)
         if not chunks:
             return []
+        if self._overlaps and len(chunks) <= LARGEST_GRAPH and may_run(chunks):
+            self._run = Overlap(self.runner.steps, self.scheduler, chunks, self.weight_version)
+            return self._go_on(self._run)
         if self.drafter is not None:
             room = [self.scheduler.room_ahead(chunk, self.drafter.num_steps) for chunk in chunks]
             chunks = self.drafter.guess(chunks, room)
@@ -205,12 +236,15 @@ class LLMEngine:
         return self._finish(chunks, plan, bad)
 
     def fail_unfinished(self, error: EngineError) -> list[Finished[GenerateOutput]]:
+        self._run = None  # what it has in flight is nobody's any more
+        finished = [item for item in self._handed if isinstance(item, Finished)]
+        self._handed = []
         failed = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in failed:
             sequence.epoch = None  # nobody knows what the step left in its pages
             self.scheduler.remove(sequence)
         self._counts["requests_failed"] += len(failed)
-        return [Finished(sequence.request_id, error=error) for sequence in failed]
+        return [*finished, *(Finished(sequence.request_id, error=error) for sequence in failed)]
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and what is in the engine now."""
@@ -229,6 +263,7 @@ class LLMEngine:
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every page of the KV cache is accounted for."""
+        self._land()
         self.scheduler.check()
 
     def describe(self) -> dict[str, object]:
@@ -310,7 +345,6 @@ class LLMEngine:
     ) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
         """Notes what is computed, and hands out what is finished, failed, or asked to be shown."""
         self._counts["steps"] += 1
-        results: list[Finished[GenerateOutput] | Progress[GenerateOutput]] = []
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.request_id in bad:
@@ -322,7 +356,14 @@ class LLMEngine:
             self.scheduler.computed(chunk)
             decoded = chunk.start >= sequence.num_prompt and chunk.end - chunk.start == 1
             self._counts["tokens_decoded" if decoded else "tokens_prefilled"] += chunk.end - chunk.start
-        for sequence in [row for row in plan.drawing if isinstance(row, Sequence)]:
+        return self._hand_out([row for row in plan.drawing if isinstance(row, Sequence)], bad)
+
+    def _hand_out(
+        self, sequences: Items[Sequence], bad: set[str]
+    ) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
+        """Of sequences that have drawn: those that are finished, failed, or asked to be shown."""
+        results: list[Finished[GenerateOutput] | Progress[GenerateOutput]] = []
+        for sequence in sequences:
             if sequence.request_id in bad:
                 self.scheduler.remove(sequence)
                 self._counts["requests_failed"] += 1
@@ -338,6 +379,36 @@ class LLMEngine:
             elif sequence.request.stream:
                 results.append(Progress(sequence.request_id, sequence.output(self.weight_version)))
         return results
+
+    def _go_on(self, run: Overlap) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
+        """Launches a step of the run, and does the book-keeping of the one before it."""
+        run.launch(self.weight_version, admit=not self._held)
+        results = self._take(run.collect())
+        if not run.in_flight:
+            self._run = None
+        return results
+
+    def _land(self) -> None:
+        """Waits for what is in flight, so that every sequence is as its tokens say. `step` hands out what is found."""
+        run, self._run = self._run, None
+        while run is not None and run.in_flight:
+            self._handed += self._take(run.collect())
+
+    def _take(self, drawn: Drawn) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
+        """Appends what a run's step drew, and hands out as `_finish` does."""
+        self._counts["steps"] += 1
+        self._counts["tokens_decoded"] += len(drawn.tokens)
+        bad: set[str] = set()
+        for sequence, token, log_prob in drawn.tokens:
+            if math.isnan(log_prob):
+                bad.add(sequence.request_id)
+                sequence.epoch = None
+            else:
+                sequence.append(token, drawn.version)
+                if sequence.wants_scores:
+                    sequence.output_logprobs.append((log_prob, token))
+            self.scheduler.computed(Chunk(sequence, sequence.computed, sequence.computed + 1))
+        return self._hand_out([sequence for sequence, _, _ in drawn.tokens], bad)
 
 
 def _own(row: Sequence | Ahead) -> Sequence:

@@ -1,4 +1,4 @@
-"""CUDA graphs for decoding: a forward of one token a sequence, captured once for each size and replayed.
+"""CUDA graphs for decoding: work on one token a sequence, captured once for each size and replayed.
 
 A batch is padded to the next size. Padding rows write no key, attend to nothing, and are cut off; rows don't see each
 other, so the others' bits are those of an eager forward. Weights and KV cache are read where they lie: what writes them
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,9 +18,9 @@ from llm_runtime.engine.batches import ForwardBatch
 from rl_kernels.paged_attention import PagedPlan
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-SMALL_SIZES = (1, 2, 4, 8)
-STEP = 16  # between larger sizes
+STEP = 16  # between sizes; fewer rows would be padded to as many at every linear layer
 SHORTEST_TABLE = 1024  # tokens that a graph's page tables have room for, or this times a power of 4
 WARM_UPS = 2
 
@@ -54,18 +54,51 @@ class _Captured:
     hidden: torch.Tensor
 
 
+class GraphPool:
+    """Captures calls into graphs that share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None  # one for all: libraries keep a workspace for each
+
+    def capture(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of a call, and what it returns: memory that a replay writes anew. It is called some times before,
+        to be warm."""
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            if self._side is None:
+                self._side = torch.cuda.Stream()
+            side, graph = self._side, torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    call()
+            torch.cuda.current_stream().wait_stream(side)
+            # Errors of this thread alone: another one may copy a reply meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                result = call()
+        return graph, result
+
+    def clear(self) -> None:
+        """Once the graphs are gone too, their memory is free."""
+        self._pool = None
+
+
 class DecodeGraphs:
     """Captures a size when it is first asked for."""
 
-    def __init__(self, forward: Forward, *, page_size: int, max_batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, forward: Forward, *, page_size: int, max_batch_size: int, device: torch.device, pool: GraphPool
+    ) -> None:
         """max_batch_size: larger batches are not for it."""
         self._forward = forward
         self._page_size = page_size
         self._max_batch_size = max_batch_size
         self._device = device
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool: Any = None
-        self._side: torch.cuda.Stream | None = None  # one for all: libraries keep a workspace for each
+        self._pool = pool
 
     @property
     def captured(self) -> list[tuple[int, int]]:
@@ -80,49 +113,36 @@ class DecodeGraphs:
 
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """The hidden states of the batch's rows, in memory of their own."""
-        size, width = size_for(len(batch.input_ids)), self._width(batch)
+        size, width = size_for(len(batch.input_ids)), table_width(max(batch.context_lengths), self._page_size)
         inputs = padded(batch, size, width, page_size=self._page_size, device=self._device)
-        with torch.cuda.device(self._device):
-            if (size, width) not in self._graphs:
-                self._graphs[size, width] = self._capture(inputs)
-            captured = self._graphs[size, width]
-            captured.inputs.copy_(inputs)
-            captured.graph.replay()
+        if (size, width) not in self._graphs:  # a capture writes the same keys and values to the same slots
+            self._graphs[size, width] = _Captured(*self._capture(inputs))
+        captured = self._graphs[size, width]
+        captured.inputs.copy_(inputs)
+        captured.graph.replay()
         return captured.hidden[: len(batch.input_ids)].clone()
 
     def clear(self) -> None:
-        """Forgets every graph, and frees their memory."""
+        """Forgets every graph."""
         self._graphs.clear()
-        self._pool = None
 
-    def _width(self, batch: ForwardBatch) -> int:
-        """Pages of a table that has room for the longest context."""
-        tokens = SHORTEST_TABLE
-        while tokens < max(batch.context_lengths):
-            tokens *= 4
-        return -(-tokens // self._page_size)
+    def _capture(self, inputs: ForwardInputs) -> tuple[Any, ForwardInputs, torch.Tensor]:
+        graph, hidden = self._pool.capture(lambda: self._forward(inputs))
+        logger.info("captured a forward of %d sequences", len(inputs.input_ids))
+        return graph, inputs, hidden
 
-    def _capture(self, inputs: ForwardInputs) -> _Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        if self._side is None:
-            self._side = torch.cuda.Stream()
-        side, graph = self._side, torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):  # the same keys and values are written to the same slots
-                self._forward(inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        # Errors of this thread alone: another one may copy a reply meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            hidden = self._forward(inputs)
-        logger.info("captured decoding of %d sequences", len(inputs.input_ids))
-        return _Captured(graph, inputs, hidden)
+
+def table_width(context: int, page_size: int) -> int:
+    """Pages of a table that has room for so many tokens."""
+    tokens = SHORTEST_TABLE
+    while tokens < context:
+        tokens *= 4
+    return -(-tokens // page_size)
 
 
 def size_for(rows: int) -> int:
     """The size that a batch of so many rows is padded to."""
-    return next((size for size in SMALL_SIZES if rows <= size), -(-rows // STEP) * STEP)
+    return -(-rows // STEP) * STEP
 
 
 def padded(batch: ForwardBatch, size: int, width: int, *, page_size: int, device: torch.device) -> ForwardInputs:

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from llm_runtime.engine.batches import ForwardBatch
-from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs
+from llm_runtime.engine.decode_steps import DecodeSteps
+from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs, GraphPool
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
@@ -43,6 +44,8 @@ class ModelRunner:
         self.device = device
         self.choices = LIBRARY
         self.graphs: DecodeGraphs | None = None
+        self.steps = DecodeSteps(self, None)
+        self._pool: GraphPool | None = None
 
     @property
     def choices(self) -> Choices:
@@ -55,10 +58,25 @@ class ModelRunner:
         choose_products(self.model, choices)
 
     def use_graphs(self, max_batch_size: int) -> None:
-        """Has batches of single tokens, up to so many, be captured and replayed from now on."""
-        self.graphs = DecodeGraphs(
-            self.hidden_states, page_size=self.cache.page_size, max_batch_size=max_batch_size, device=self.device
-        )
+        """Has batches of single tokens, up to so many, be captured and replayed from now on; 0: none."""
+        self._pool = GraphPool(self.device) if max_batch_size else None
+        self.steps, self.graphs = DecodeSteps(self, self._pool), None
+        if self._pool is not None:
+            self.graphs = DecodeGraphs(
+                self.hidden_states,
+                page_size=self.cache.page_size,
+                max_batch_size=max_batch_size,
+                device=self.device,
+                pool=self._pool,
+            )
+
+    def drop_graphs(self) -> None:
+        """What they read may lie elsewhere from now on: they are captured anew when they are needed."""
+        self.steps.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self._pool is not None:
+            self._pool.clear()
 
     def exact(self) -> AbstractContextManager[None]:
         """Around all that is computed."""

@@ -57,8 +57,7 @@ class RankWeights:
 
     def drop_graphs(self) -> None:
         for own in self._runners.values():
-            if own.graphs is not None:
-                own.graphs.clear()
+            own.drop_graphs()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -19,7 +19,6 @@ from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import row_log_softmax
 
-WORD = 2**64 - 1
 EXCLUDED = float("-inf")
 
 
@@ -144,9 +143,13 @@ def restrict(log_probs: torch.Tensor, params: SamplingParams) -> None:
 
 
 def noise_keys(seeds: Rows[int], positions: Rows[int]) -> torch.Tensor:
-    """The noise's keys `[B]`, int64: seed and position, mixed by splitmix64 (Steele et al., 2014)."""
-    mixed = [_mixed(_mixed(seed & WORD) ^ position) for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor([key - 2**64 if key >= 2**63 else key for key in mixed], dtype=torch.int64)
+    """`noise_keys_of`, on the CPU."""
+    return noise_keys_of(torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64))
+
+
+def noise_keys_of(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The noise's keys `[B]`: seed and position, both int64 `[B]`, mixed by splitmix64 (Steele et al., 2014)."""
+    return _mixed(_mixed(seeds) ^ positions)
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
@@ -155,8 +158,14 @@ def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
     return [list(zip(v, t, strict=True)) for v, t in zip(values.tolist(), tokens.tolist(), strict=True)]
 
 
-def _mixed(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & WORD
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
-    return value ^ (value >> 31)
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's step, on 64 bits that wrap."""
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The bits moved down, with zeros behind them."""
+    return (x >> by) & (2 ** (64 - by) - 1)

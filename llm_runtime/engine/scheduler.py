@@ -62,12 +62,17 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
         self.retracted = 0
+        self._no_room = -1  # for the first that waits, by the pool's count
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in chain(self.running, self.waiting) if s.request_id == request_id), None)
+
+    def may_admit(self) -> bool:
+        """Whether `schedule` might begin a waiting sequence now."""
+        return bool(self.waiting) and len(self.running) < self._max_running and self._no_room != self._pool.let_gos
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """The next step's chunks, decoding ones first; every page that they write to is held. With `admit`, waiting
@@ -109,7 +114,7 @@ class Scheduler:
         if chunk.draws != 1 or sequence.remaining != 1:
             return 0
         wanted = min(wanted, sequence.max_new_tokens - sequence.num_output - 1)
-        while wanted > 0 and not self._provide(sequence, chunk.end + wanted):
+        while wanted > 0 and not self.provide(sequence, chunk.end + wanted):
             wanted -= 1
         return max(wanted, 0)
 
@@ -127,6 +132,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
+            self._no_room = -1
 
     def check(self) -> None:
         """Raises `AssertionError` unless every page is held exactly by those that are known to hold it."""
@@ -147,7 +153,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.remaining != 1 or not sequence.running:
                 continue
-            while sequence.running and not self._provide(sequence, len(sequence.tokens)):
+            while sequence.running and not self.provide(sequence, len(sequence.tokens)):
                 self.retract(self.running[-1])
             if sequence.running:
                 chunks.append(Chunk(sequence, sequence.computed, len(sequence.tokens)))
@@ -169,6 +175,7 @@ class Scheduler:
                 postponed.append(sequence)
                 if known:
                     continue
+                self._no_room = self._pool.let_gos
                 break
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(sequence.computed, sequence.num_prompt)
@@ -202,7 +209,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """As many of its tokens as the budget and the pages allow; None if that is none."""
         end = min(sequence.computed + budget, len(sequence.tokens))
-        return Chunk(sequence, sequence.computed, end) if self._provide(sequence, end) else None
+        return Chunk(sequence, sequence.computed, end) if self.provide(sequence, end) else None
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether there is room for all its tokens, and one more page for each sequence that decodes: a sequence that
@@ -210,7 +217,7 @@ class Scheduler:
         needed = self._pages_for(len(sequence.tokens)) - len(sequence.pages) + len(self.running)
         return self._free_up(needed)
 
-    def _provide(self, sequence: Sequence, tokens: int) -> bool:
+    def provide(self, sequence: Sequence, tokens: int) -> bool:
         """Has the sequence hold pages for so many tokens, if there are any."""
         missing = self._pages_for(tokens) - len(sequence.pages)
         if missing > 0:

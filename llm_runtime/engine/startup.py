@@ -112,6 +112,14 @@ def graphs_up_to(config: LLMConfig) -> int:
     return min(config.max_running_requests, LARGEST_GRAPH) if config.cuda_graphs else 0
 
 
+def overlaps(runner: ModelRunner, config: LLMConfig) -> bool:
+    """Whether decoding runs ahead of the host: of itself where a step is a graph, since only there the host waits for
+    nothing else."""
+    if config.overlap_schedule == "auto":
+        return runner.graphs is not None
+    return config.overlap_schedule == "on" and config.tp_size == 1 and config.speculative_draft_model_path is None
+
+
 def make_runner(model: CausalLM, config: LLMConfig, pages: int) -> ModelRunner:
     """The runner, with a KV cache of so many pages."""
     device = next(model.parameters()).device
