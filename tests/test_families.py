@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline
+from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models import families, family_for, load_family
@@ -22,12 +22,14 @@ from rl_kernels import exact_mode
 
 @dataclass(frozen=True)
 class Case:
-    """A family under test: how to build it, how to guide it, and how diffusers says the same."""
+    """A family under test: how to build it, how to guide it or not, and diffusers' shape of its latents."""
 
     name: str
     build: Callable[[torch.dtype], Any]
     guided: dict[str, Any]
     prompts: tuple[str, ...]
+    unguided: dict[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0, "true_cfg_scale": 1.0})
+    stock_latents: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
 
     def pipeline(self, dtype: torch.dtype = torch.float32) -> RolloutPipeline:
         return RolloutPipeline(self.build(dtype))
@@ -47,6 +49,14 @@ CASES = [
         {"true_cfg_scale": 3.7, "negative_prompt": "blurry"},
         ("a red ball on a green table, photographed from above", "cat", "two blue boxes and a very small dog"),
     ),
+    Case(
+        "z_image",
+        z_image_pipeline,
+        {"guidance_scale": 2.6},
+        ("a red ball on a green table, photographed from above", "cat", "two blue boxes"),
+        {"guidance_scale": 0.0},
+        lambda latents: latents.squeeze(2),
+    ),
 ]
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4}
 FULL = {**SMALL, "rollout_return_dit_trajectory": True, "rollout_return_denoising_env": True}
@@ -63,7 +73,7 @@ def test_every_registered_family_is_under_test() -> None:
 def initial_latents(case: Case, pipeline: RolloutPipeline, seed: int) -> torch.Tensor:
     family = pipeline.engine.family
     shape = family.initial_noise_shape(64, 64)
-    return family.pack(normal_noise([seed], NoiseStream.INITIAL_LATENT, [0], shape))
+    return case.stock_latents(family.pack(normal_noise([seed], NoiseStream.INITIAL_LATENT, [0], shape)))
 
 
 @case
@@ -71,18 +81,18 @@ def initial_latents(case: Case, pipeline: RolloutPipeline, seed: int) -> torch.T
 @pytest.mark.parametrize("guided", [True, False])
 def test_an_ode_rollout_is_the_stock_pipeline_run_bit_for_bit(case: Case, dtype: torch.dtype, guided: bool) -> None:
     pipeline = case.pipeline(dtype)
-    guidance = case.guided if guided else {"guidance_scale": 1.0, "true_cfg_scale": 1.0}
+    guidance = case.guided if guided else case.unguided
     ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="both", **SMALL, **guidance)[0]
     stock = pipeline.engine.family.pipeline
     known = {"guidance_scale", "true_cfg_scale", "negative_prompt"} & set(
         stock.__call__.__wrapped__.__code__.co_varnames
     )
     theirs = {k: v for k, v in guidance.items() if k in known and not (case.name == "qwen_image" and k[0] == "g")}
-    latents = initial_latents(case, pipeline, 5).to(dtype)
+    latents = initial_latents(case, pipeline, 5).to(pipeline.engine.family.velocity_dtype)
     with exact_mode():
         out = stock(case.prompts[0], latents=latents, output_type="latent", **SMALL, **theirs).images
     assert ours.generated_latents is not None
-    assert torch.equal(ours.generated_latents, out[0].float())
+    assert torch.equal(case.stock_latents(ours.generated_latents[None]), out.float())
     with exact_mode():
         picture = stock(case.prompts[0], latents=latents, output_type="pt", **SMALL, **theirs).images[0].float()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
@@ -96,8 +106,9 @@ def test_outside_the_exact_context_the_stock_pipeline_stays_close(case: Case) ->
     stock = pipeline.engine.family.pipeline
     guidance = {} if case.name == "qwen_image" else {"guidance_scale": pipeline.engine.family.defaults.guidance_scale}
     latents = initial_latents(case, pipeline, 5)
-    out = stock(case.prompts[0], latents=latents, output_type="latent", **SMALL, **guidance).images[0]
-    torch.testing.assert_close(ours.generated_latents, out, atol=1e-4, rtol=1e-4)
+    out = stock(case.prompts[0], latents=latents, output_type="latent", **SMALL, **guidance).images
+    assert ours.generated_latents is not None
+    torch.testing.assert_close(case.stock_latents(ours.generated_latents[None]), out, atol=1e-4, rtol=1e-4)
 
 
 @case

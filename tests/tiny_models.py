@@ -4,6 +4,7 @@ of 64, as the row-invariant operations on a CPU need."""
 from __future__ import annotations
 
 import json
+import string
 from functools import cache
 from pathlib import Path
 
@@ -11,19 +12,36 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -34,9 +52,8 @@ def clip_tokenizer(max_length: int = 24) -> CLIPTokenizer:
     return CLIPTokenizer(vocab={t: i for i, t in enumerate(vocab)}, merges=[], model_max_length=max_length)
 
 
-def clip_encoder(seed: int, max_length: int = 24) -> CLIPTextModelWithProjection:
-    torch.manual_seed(seed)
-    config = CLIPTextConfig(
+def clip_config(max_length: int = 24) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=514,
         hidden_size=64,
         intermediate_size=128,
@@ -48,7 +65,41 @@ def clip_encoder(seed: int, max_length: int = 24) -> CLIPTextModelWithProjection
         eos_token_id=513,
         pad_token_id=513,
     )
-    return CLIPTextModelWithProjection(config).eval()
+
+
+def clip_encoder(seed: int, max_length: int = 24) -> CLIPTextModelWithProjection:
+    torch.manual_seed(seed)
+    return CLIPTextModelWithProjection(clip_config(max_length)).eval()
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """A token a letter."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
+    letters = [(letter, -3.0) for letter in string.ascii_letters + string.digits + string.punctuation]
+    return T5Tokenizer(vocab=pieces + letters, extra_ids=0, model_max_length=512)
+
+
+def t5_encoder(seed: int) -> T5EncoderModel:
+    torch.manual_seed(seed)
+    config = T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    return T5EncoderModel(config).eval()
+
+
+def small_vae(blocks: int) -> AutoencoderKL:
+    """Of pictures that are 2 ** (blocks - 1) times as wide as their latents of 16 channels."""
+    vae = AutoencoderKL(
+        block_out_channels=(64,) * blocks,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        layers_per_block=1,
+        latent_channels=16,
+        norm_num_groups=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.06,
+        scaling_factor=1.5,
+    )
+    return vae.eval()
 
 
 @cache
@@ -75,21 +126,10 @@ def sd3_pipeline(
     for parameter in transformer.parameters():  # zero-initialised layers would hide the text and the timestep
         if parameter.abs().sum() == 0:
             torch.nn.init.normal_(parameter, std=0.02)
-    vae = AutoencoderKL(
-        block_out_channels=(64, 64, 64),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        latent_channels=16,
-        norm_num_groups=16,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.06,
-        scaling_factor=1.5,
-    )
+    vae = small_vae(3)
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer.eval().to(dtype),
-        vae=vae.eval().to(dtype),
+        vae=vae.to(dtype),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         text_encoder=clip_encoder(1).to(dtype),
         tokenizer=clip_tokenizer(),
@@ -146,6 +186,149 @@ def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> Q
     return pipeline
 
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+@cache
+def z_image_pipeline(dtype: torch.dtype = torch.float32, layers: int = 2) -> ZImagePipeline:
+    """Z-Image at toy size: 4 heads, feed-forwards of 512, 8 x 8 latents for 64 x 64 pixels."""
+    torch.manual_seed(0)
+    transformer = ZImageTransformer2DModel(
+        dim=192,
+        n_layers=layers,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=64,
+        axes_dims=[16, 16, 16],
+        axes_lens=[130, 16, 16],
+    )
+    for pad in (transformer.x_pad_token, transformer.cap_pad_token):  # zeros would hide them
+        torch.nn.init.normal_(pad)
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        bos_token_id=257,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+    pipeline = ZImagePipeline(
+        transformer=transformer.eval().to(dtype),
+        vae=small_vae(4).to(dtype),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=Qwen3Model(config).eval().to(dtype),
+        tokenizer=_qwen_tokenizer(chat_template=CHAT_TEMPLATE),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@cache
+def flux_pipeline(dtype: torch.dtype = torch.float32, guidance_embeds: bool = True) -> FluxPipeline:
+    """FLUX.1 at toy size, with blocks of both kinds: as dev, or without embedded guidance as schnell."""
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        pooled_projection_dim=64,
+        guidance_embeds=guidance_embeds,
+        axes_dims_rope=(8, 12, 12),
+    )
+    torch.manual_seed(4)
+    clip = CLIPTextModel(clip_config()).eval()
+    pipeline = FluxPipeline(
+        transformer=transformer.eval().to(dtype),
+        vae=small_vae(4).to(dtype),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=256,
+            base_shift=0.5,
+            max_image_seq_len=4096,
+            max_shift=1.15,
+            use_dynamic_shifting=guidance_embeds,
+        ),
+        text_encoder=clip.to(dtype),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=t5_encoder(5).to(dtype),
+        tokenizer_2=t5_tokenizer(),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@cache
+def wan_pipeline(
+    dtype: torch.dtype = torch.float32, boundary: float | None = None, layers: int = 2, expand_timesteps: bool = False
+) -> WanPipeline:
+    """Wan at toy size: videos of 4 k + 1 frames, tokens of 16 pixels. With a boundary it has two transformers; its
+    normalisations stay in fp32, as a checkpoint's do."""
+    torch.manual_seed(0)
+    transformers = [
+        _with_fp32_parts(
+            WanTransformer3DModel(
+                patch_size=(1, 2, 2),
+                num_attention_heads=4,
+                attention_head_dim=32,
+                in_channels=16,
+                out_channels=16,
+                text_dim=64,
+                freq_dim=64,
+                ffn_dim=128,
+                num_layers=layers,
+                rope_max_seq_len=32,
+            ),
+            dtype,
+        )
+        for _ in range(1 if boundary is None else 2)
+    ]
+    vae = AutoencoderKLWan(
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1 * i - 0.8 for i in range(16)],
+        latents_std=[1.0 + 0.1 * i for i in range(16)],
+    )
+    torch.manual_seed(3)
+    text = UMT5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, pad_token_id=0)
+    pipeline = WanPipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=UMT5EncoderModel(text).eval().to(dtype),
+        vae=vae.eval().to(dtype),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=transformers[0],
+        transformer_2=transformers[1] if boundary is not None else None,
+        boundary_ratio=boundary,
+        expand_timesteps=expand_timesteps,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _with_fp32_parts(transformer: WanTransformer3DModel, dtype: torch.dtype) -> WanTransformer3DModel:
+    """In that dtype, but for what `from_pretrained` would keep in fp32."""
+    kept = transformer._keep_in_fp32_modules
+    for name, parameter in transformer.eval().named_parameters():
+        if not set(kept) & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return transformer
+
+
 def _qwen_text_encoder() -> Qwen2_5_VLForConditionalGeneration:
     torch.manual_seed(3)
     text = {
@@ -186,14 +369,15 @@ def _qwen_text_encoder() -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def _qwen_tokenizer() -> Qwen2Tokenizer:
+def _qwen_tokenizer(chat_template: str | None = None) -> Qwen2Tokenizer:
     symbols = sorted(bytes_to_unicode().values())
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab = {t: i for i, t in enumerate([*symbols, *specials])}
-    return Qwen2Tokenizer(vocab=vocab, merges=[], pad_token="<|endoftext|>", eos_token="<|im_end|>", unk_token=None)
+    special = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>", "unk_token": None}
+    return Qwen2Tokenizer(vocab=vocab, merges=[], chat_template=chat_template, **special)
 
 
-def save(pipeline: StableDiffusion3Pipeline | QwenImagePipeline, folder: Path) -> Path:
+def save(pipeline: DiffusionPipeline, folder: Path) -> Path:
     """Writes the pipeline as a diffusers folder that `DiffusionPipeline.from_pretrained` loads."""
     pipeline.save_pretrained(folder)
     assert json.loads((folder / "model_index.json").read_text())["_class_name"]

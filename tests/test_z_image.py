@@ -1,0 +1,140 @@
+"""What Z-Image has to itself; the contract of all families is in `test_families.py`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import z_image_pipeline
+
+from diffusion_rl import RolloutPipeline
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.models import family_for
+from diffusion_rl.models.graphs import _key
+from diffusion_rl.rollout.certification import probe_batch
+from diffusion_rl.schedulers.sde import SDESchedulerMixin
+from diffusion_rl.trainer import exact_training
+from engine_control.errors import InvalidRequestError
+
+LONG = "a red ball on a green table, photographed from above"  # 92 tokens in the template, so 96 of the transformer's
+FIELDS: dict[str, Any] = {
+    "height": 80,
+    "width": 48,
+    "num_inference_steps": 3,
+    "rollout_return_dit_trajectory": True,
+    "rollout_return_denoising_env": True,
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> RolloutPipeline:
+    return RolloutPipeline(z_image_pipeline())
+
+
+def test_a_scale_of_0_is_no_guidance_and_a_scale_of_1_is_some(pipeline: RolloutPipeline) -> None:
+    without, with_1 = (
+        pipeline("cat", seed=1, guidance_scale=scale, **FIELDS, output_type="latent")[0] for scale in (0.0, 1.0)
+    )
+    assert (without.guidance_scale, with_1.guidance_scale) == (0.0, 1.0)
+    assert without.denoising_env is not None
+    assert with_1.denoising_env is not None
+    assert without.denoising_env.neg_cond_kwargs is None
+    assert with_1.denoising_env.neg_cond_kwargs is not None
+    assert not torch.equal(without.generated_latents, with_1.generated_latents)  # type: ignore[arg-type]
+
+
+def test_states_of_a_half_precision_model_are_fp32_as_in_its_pipeline() -> None:
+    pipeline = RolloutPipeline(z_image_pipeline(torch.bfloat16))
+    trajectory = pipeline("cat", seed=1, rollout_sde_type="ode", **FIELDS)[0].dit_trajectory
+    assert trajectory is not None
+    assert trajectory.latents.shape == (4, 16, 1, 10, 6)
+    assert all(not torch.equal(state, state.bfloat16().float()) for state in trajectory.latents)
+
+
+def test_the_environment_has_the_caption_as_the_transformer_pads_it(pipeline: RolloutPipeline) -> None:
+    sample = pipeline(LONG, seed=1, guidance_scale=2.0, negative_prompt="x", **FIELDS)[0]
+    assert sample.denoising_env is not None
+    for kwargs, tokens, padded in (
+        (sample.denoising_env.pos_cond_kwargs, 92, 96),
+        (sample.denoising_env.neg_cond_kwargs, 41, 64),
+    ):
+        assert kwargs is not None
+        caption, freqs = kwargs["encoder_hidden_states"], kwargs["freqs_cis"]
+        assert isinstance(caption, torch.Tensor)
+        assert isinstance(freqs, list)
+        assert caption.shape == (padded, 64)
+        assert kwargs["caption_valid_lens"] == [tokens]
+        assert kwargs["image_seq_len_target"] == 32  # of 5 x 3 tokens
+        assert [f.shape for f in freqs] == [(padded, 48), (32, 48)]
+
+
+def test_a_trainers_own_call_with_captions_of_several_lengths_has_a_ratio_of_exactly_1(
+    pipeline: RolloutPipeline,
+) -> None:
+    samples = pipeline(["cat", LONG], seed=3, guidance_scale=2.5, **FIELDS)
+    policy = copy.deepcopy(pipeline.transformer).train()
+    policy.enable_gradient_checkpointing()  # type: ignore[operator]
+    step, trajectories = 1, [s.dit_trajectory for s in samples if s.dit_trajectory is not None]
+    before, after = (torch.stack([t.latents[i] for t in trajectories]) for i in (step, step + 1))
+    times = torch.stack([(1000 - t.timesteps[step]) / 1000 for t in trajectories])
+    envs = [s.denoising_env for s in samples if s.denoising_env is not None]
+    rows: list[Any] = [e.pos_cond_kwargs for e in envs] + [e.neg_cond_kwargs for e in envs]
+    captions = [r["encoder_hidden_states"][: r["caption_valid_lens"][0]] for r in rows]
+    scheduler: Any = pipeline.engine.family.scheduler(SDESchedulerMixin, None)
+    scheduler.sigmas = trajectories[0].sigmas
+    with exact_training(policy, pipeline.engine.family):
+        output = torch.stack(
+            policy(list(before.repeat(2, 1, 1, 1, 1)), times.repeat(2), captions, return_dict=False)[0]
+        )
+        positive, negative = output.chunk(2)
+        velocity = -(positive + 2.5 * (positive - negative))
+        scored = scheduler.step_with_log_prob(velocity, step, before, noise_level=0.7, prev_sample=after)
+    old = torch.stack([s.rollout_log_probs[step] for s in samples if s.rollout_log_probs is not None])
+    assert torch.equal(scored.log_prob.detach(), old)
+    scored.log_prob.sum().backward()
+    assert policy.get_submodule("context_refiner.0.attention.to_q").weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
+    with (
+        exact_training(policy, pipeline.engine.family, text_lengths=[64, 96]),
+        pytest.raises(InvalidRequestError, match="prompts of their own lengths"),
+    ):
+        policy(list(before), times, captions[:2])
+
+
+def test_what_the_transformers_positions_do_not_reach_is_refused(pipeline: RolloutPipeline) -> None:
+    with pytest.raises(InvalidRequestError, match="end at 256 pixels"):
+        pipeline("cat", seed=1, **{**FIELDS, "width": 272})
+    with pytest.raises(InvalidRequestError, match="multiple of 16"):
+        pipeline("cat", seed=1, **{**FIELDS, "width": 40})
+    longest = pipeline("x" * (128 - 40), seed=1, **FIELDS)[0]
+    assert longest.denoising_env is not None
+    assert longest.denoising_env.pos_cond_kwargs["caption_valid_lens"] == [128]
+    with pytest.raises(InvalidRequestError, match="129 tokens, but the text encoder reads at most 128"):
+        pipeline("x" * (129 - 40), seed=1, **FIELDS)
+    with pytest.raises(InvalidRequestError, match="at most 50"):
+        pipeline(LONG, seed=1, max_sequence_length=50, **FIELDS)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    stock = copy.copy(z_image_pipeline())
+    stock.tokenizer = copy.copy(stock.tokenizer)
+    stock.tokenizer.chat_template = None
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        family_for(stock)
+
+
+def test_it_is_not_compiled_and_says_so() -> None:
+    with pytest.raises(InvalidRequestError, match="ZImageTransformer2DModel isn't compiled"):
+        RolloutPipeline(z_image_pipeline(), config=EngineConfig(torch_compile=True))
+
+
+def test_a_graph_is_found_by_the_shapes_of_captions_and_never_by_their_numbers() -> None:
+    family = family_for(z_image_pipeline())
+    batch = probe_batch(family)
+    prompts = [c.positive.prompt_embeds for c in batch.conditioning]
+    calls = []
+    for captions in (prompts, [p + 1 for p in prompts], [p[:-1] for p in prompts]):
+        inputs = {"x": list(batch.latents), "t": batch.timesteps, "cap_feats": captions}
+        calls.append(_key(family.plan_of_call(inputs), inputs))  # type: ignore[arg-type]
+    assert calls[0] == calls[1] != calls[2]
