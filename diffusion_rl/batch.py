@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+Size = tuple[int, ...]
+"""Of a picture `(height, width)` in pixels, of a video `(height, width, num_frames)`."""
+FIRST, SECOND = "transformer", "transformer_2"
+"""A pipeline's transformers by their names in it. Few have a second; each step is computed by one of them."""
+
+
+def size_of(height: int, width: int, num_frames: int | None) -> Size:
+    return (height, width) if num_frames is None else (height, width, num_frames)
 
 
 @dataclass(frozen=True)
@@ -20,12 +29,18 @@ class Guidance:
     """How a request is guided; the two ways go together or alone.
 
     scale, negative_prompt: classifier-free guidance, away from that prompt; 1 and None without it. embedded: the number
-    that a guidance-distilled transformer is told; None for one that isn't.
+    that a guidance-distilled transformer is told; None for one that isn't. scale_2: the scale under the second
+    transformer, of pipelines that have two.
     """
 
     scale: float = 1.0
     negative_prompt: str | None = None
     embedded: float | None = None
+    scale_2: float | None = None
+
+    def scale_under(self, transformer: str) -> float:
+        """The scale of the steps that this transformer computes."""
+        return self.scale if self.scale_2 is None or transformer == FIRST else self.scale_2
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class DenoiseBatch:
-    """n samples of one size and one guidance mode, each at its own step.
+    """n samples of one size and one guidance mode, each at its own step, and all at steps of one transformer.
 
     latents `[n, ...]` in the transformer's dtype, timesteps `[n]` fp32 on the scheduler's scale (0..1000).
     """
@@ -51,6 +66,8 @@ class DenoiseBatch:
     conditioning: tuple[Conditioning, ...]
     height: int
     width: int
+    num_frames: int | None = None
+    transformer: str = field(default=FIRST, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -66,3 +83,8 @@ class Rows:
     height: int
     width: int
     guidance: torch.Tensor | None = None
+    num_frames: int | None = None
+
+    @property
+    def size(self) -> Size:
+        return size_of(self.height, self.width, self.num_frames)

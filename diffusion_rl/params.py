@@ -27,6 +27,8 @@ class Limits:
     max_num_outputs_per_prompt: int = 64
     max_num_inference_steps: int = 200
     max_pixels: int = 2048 * 2048
+    max_num_frames: int = 257
+    max_latent_elements: int = 2**24
     max_prompt_characters: int = 8192
     max_sequence_length: int = 1024
     max_queued_samples: int = 4096
@@ -40,6 +42,9 @@ class RolloutParams:
     window) names and runs ODE steps elsewhere; sample i of the group has seed `seed + i`, unless `seeds` names them.
 
     Field notes:
+        num_frames: of a video, 1 + a multiple of what the VAE puts into one latent frame. Pictures have none, or 1.
+        guidance_scale_2: the guidance scale of the second transformer, of pipelines that have two; by default that of
+            the first.
         lora_name: the adapter that the transformer computes with, unmerged; None is the base alone.
         rollout_sde_type: a step kind (`sde`, `cps`, `dance`, `ode`, `affine`).
         rollout_noise_level: eta, the noise level of the stochastic steps. 0 makes the request an ODE request.
@@ -77,6 +82,8 @@ class RolloutParams:
     num_outputs_per_prompt: int = 1
     guidance_scale: float | None = None
     true_cfg_scale: float | None = None
+    num_frames: int | None = None
+    guidance_scale_2: float | None = None
     rollout: bool = True
     rollout_sde_type: str = "sde"
     rollout_noise_level: float = 0.7
@@ -222,6 +229,7 @@ def _check_numbers(params: RolloutParams, limits: Limits) -> None:
     tops = {
         "num_inference_steps": limits.max_num_inference_steps,
         "max_sequence_length": limits.max_sequence_length,
+        "num_frames": limits.max_num_frames,
     }
     for name, top in tops.items():
         if getattr(params, name) is not None:
@@ -231,7 +239,7 @@ def _check_numbers(params: RolloutParams, limits: Limits) -> None:
             _check_integer(name, getattr(params, name), 1, limits.max_pixels)
     if params.width is not None and params.height is not None:
         check_pixels(params.width, params.height, limits)
-    for name in ("guidance_scale", "true_cfg_scale", "flow_shift"):
+    for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "flow_shift"):
         if getattr(params, name) is not None:
             _check_finite(name, getattr(params, name), low=0.0, high=MAX_SCALE)
     if params.flow_shift == 0:
@@ -247,6 +255,17 @@ def check_pixels(width: int, height: int, limits: Limits) -> None:
             field="width",
             value=width,
             hint="Ask for a smaller picture, or raise the server's --max-pixels.",
+        )
+
+
+def check_latent_elements(elements: int, limits: Limits) -> None:
+    """Refuses samples whose latents are larger than the limit, as those of long videos are."""
+    if elements > limits.max_latent_elements:
+        raise LimitExceededError(
+            f"a latent of {elements} numbers, at most {limits.max_latent_elements} are accepted",
+            field="num_frames",
+            value=elements,
+            hint="Ask for fewer frames or pixels, or raise the server's --max-latent-elements.",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from diffusion_rl.models import family_for
 from diffusion_rl.parallel.tensor import refuse_shared_weights
 from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
-from diffusion_rl.rollout.replay import replay
+from diffusion_rl.rollout.replay import Transformers, replay
 from diffusion_rl.sample import RolloutSample
 from engine_control.closing import Closing
 from engine_control.errors import EnginePausedError
@@ -77,6 +77,11 @@ class RolloutPipeline(ControlMethods, Closing):
     def transformer(self) -> torch.nn.Module:
         return self._engine.family.transformer
 
+    @property
+    def transformers(self) -> Mapping[str, torch.nn.Module]:
+        """Those that compute steps, by their names in the pipeline."""
+        return self._engine.family.transformers
+
     def __call__(
         self, prompt: str | Sequence[str], *, progress: Progress | None = None, **fields: Any
     ) -> list[RolloutSample]:
@@ -101,7 +106,7 @@ class RolloutPipeline(ControlMethods, Closing):
         self,
         samples: Sequence[RolloutSample],
         *,
-        transformer: torch.nn.Module | None = None,
+        transformer: Transformers = None,
         steps: Sequence[int] | None = None,
         lora_name: str | None = None,
     ) -> torch.Tensor:

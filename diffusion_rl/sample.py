@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from diffusion_rl.batch import FIRST, Guidance, Size, size_of
 from engine_control.errors import InvalidRequestError
 
 MAX_STEPS = 2**20  # of one span of weight versions; far more than any request has
@@ -113,6 +114,9 @@ class RolloutSample:
     sigma_max: the sigma that stands for 1 in the coefficients (`sigmas[1]`).
     guidance_scale: the scale of the classifier-free guidance that was applied (1: none). embedded_guidance: the number
         that a guidance-distilled transformer was told (None: it takes none).
+    guidance_scale_2: the scale under the second transformer, of guided samples of pipelines that have two.
+    rollout_step_transformers: length T, the name of the transformer that computes each step; None: there is but one.
+    num_frames: of a video; None for pictures.
     weight_versions: for each step taken, in earlier requests too, the version that computed it.
     num_evaluations: sample-steps computed for the whole request; smaller than K x T when a prefix was shared.
     """
@@ -146,6 +150,21 @@ class RolloutSample:
     finish_reason: FinishReason = STOP
     resume_state: ResumeState | None = None
     embedded_guidance: float | None = None
+    guidance_scale_2: float | None = None
+    rollout_step_transformers: tuple[str, ...] | None = None
+    num_frames: int | None = None
+
+    @property
+    def size(self) -> Size:
+        return size_of(self.height, self.width, self.num_frames)
+
+    def transformer_of(self, step: int) -> str:
+        """The name of the transformer that computes that step."""
+        return FIRST if self.rollout_step_transformers is None else self.rollout_step_transformers[step]
+
+    def guidance_scale_of(self, step: int) -> float:
+        """The scale of classifier-free guidance at that step."""
+        return Guidance(self.guidance_scale, scale_2=self.guidance_scale_2).scale_under(self.transformer_of(step))
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
@@ -188,7 +207,7 @@ def merge_resumed(partial: RolloutSample, resumed: RolloutSample) -> RolloutSamp
         InvalidRequestError: the second doesn't go on from where the first stopped, or one lacks what the other has.
     """
     start, steps = partial.num_steps_done, len(partial.rollout_step_kinds)
-    same = ("seed", "prompt", "rollout_step_kinds", "sde_type", "noise_level", "height", "width")
+    same = ("seed", "prompt", "rollout_step_kinds", "rollout_step_transformers", "sde_type", "noise_level", "size")
     differing = [name for name in same if getattr(partial, name) != getattr(resumed, name)]
     if differing or resumed.weight_versions[:start] != partial.weight_versions:
         raise _unmergeable(f"differ in {differing[0] if differing else 'weight_versions before it'}", start)

@@ -162,11 +162,12 @@ def _lengths(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def _image_tokens(latents: torch.Tensor, module: torch.nn.Module) -> int:
-    """Tokens that the transformer makes of packed latents `[n, tokens, D]`, or of those on a grid `[n, C, h, w]`."""
+    """Tokens that the transformer makes of latents that are packed `[n, tokens, D]`, or a grid `[n, C, (F,) h, w]`."""
     if latents.dim() == 3:
         return latents.shape[1]
-    patch = module.config.patch_size  # type: ignore[union-attr]
-    return math.prod(side // patch for side in latents.shape[2:])
+    sides: int | Sequence[int] = module.config.patch_size  # type: ignore[union-attr, assignment]
+    patch = [sides] * len(latents.shape[2:]) if isinstance(sides, int) else sides
+    return math.prod(length // side for length, side in zip(latents.shape[2:], patch, strict=True))
 
 
 def _innermost_mode() -> object:

@@ -298,7 +298,9 @@ def on_ranks(
             return meeting.join(name, place, size, CPU, shared_device=False)
 
         spec, tensor = family.sequence_spec, family.tensor
-        arranged = arrange(rank, layout, family.transformer, spec, guidance="batched", join=join, tensor=tensor)
+        arranged = arrange(
+            rank, layout, family.transformers.values(), spec, guidance="batched", join=join, tensor=tensor
+        )
         return work(Rank(family, arranged))
 
     with ThreadPoolExecutor(layout.ranks) as pool:

@@ -195,6 +195,8 @@ TrajectoryTimesteps = Annotated[
 MaxOutputs = Annotated[int, _limit("K, samples of one group.")]
 MaxSteps = Annotated[int, _limit("T, denoising steps.")]
 MaxPixels = Annotated[int, _limit("Width x height.")]
+MaxFrames = Annotated[int, _limit("Frames of a video.")]
+MaxLatent = Annotated[int, _limit("Numbers in one sample's latent, as frames x width x height of a video make them.")]
 MaxPrompt = Annotated[int, _limit("Characters of a prompt.")]
 MaxQueued = Annotated[int, _limit("Samples in the engine; for more, clients get a 429.")]
 MaxBody = Annotated[int, _limit("MiB of a request's body.")]
@@ -217,9 +219,14 @@ Seed = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's default if left out.")]
 GuidanceScale = Annotated[float | None, typer.Option(help="Classifier-free guidance.")]
+GuidanceScale2 = Annotated[
+    float | None, typer.Option("--guidance-scale-2", help="That of a second transformer, if the model has one.")
+]
 TrueCfgScale = Annotated[float | None, typer.Option(help="Qwen-Image's name for its guidance.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels; the model's default if left out.")]
+NumFrames = Annotated[int | None, typer.Option(min=1, help="Of a video; the model's default if left out.")]
+Fps = Annotated[float, typer.Option(min=1, max=1000, help="Frames a second at which a video is written.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)]
 Filmstrips = Annotated[bool, typer.Option(help="Draw every sample's way from noise to picture.")]
 SdeType = Annotated[str | None, _step(text="Step kind: sde (if left out), cps, dance, ode.")]

@@ -39,9 +39,12 @@ def rollout(
     steps: options.Steps = None,
     guidance_scale: options.GuidanceScale = None,
     true_cfg_scale: options.TrueCfgScale = None,
+    guidance_scale_2: options.GuidanceScale2 = None,
     negative_prompt: options.NegativePrompt = None,
     height: options.Pixels = None,
     width: options.Pixels = None,
+    num_frames: options.NumFrames = None,
+    fps: options.Fps = 16.0,
     sde_type: options.SdeType = None,
     noise_level: options.NoiseLevel = None,
     sde_step_indices: options.StepIndices = None,
@@ -54,15 +57,17 @@ def rollout(
     device: options.Device = "auto",
     url: options.Url = None,
 ) -> None:
-    """Roll out prompts and write what came out: pictures, filmstrips, log-prob plots and summary.json."""
+    """Roll out prompts and write what came out: pictures or videos, filmstrips, log-prob plots and summary.json."""
     asked = {
         "seed": seed,
         "num_inference_steps": steps,
         "guidance_scale": guidance_scale,
         "true_cfg_scale": true_cfg_scale,
+        "guidance_scale_2": guidance_scale_2,
         "negative_prompt": negative_prompt,
         "height": height,
         "width": width,
+        "num_frames": num_frames,
         "rollout_sde_type": sde_type,
         "rollout_noise_level": noise_level,
         "rollout_sde_step_indices": options.step_indices(sde_step_indices),
@@ -76,7 +81,7 @@ def rollout(
         rolled = _from_service(url, prompt, fields, console)
     else:
         rolled = _in_process(EngineConfig(model, dtype, device), prompt, fields, console)
-    _write(rolled, out, console, filmstrips=filmstrips)
+    _write(rolled, out, console, filmstrips=filmstrips, fps=fps)
 
 
 def _in_process(config: EngineConfig, prompts: Sequence[str], fields: dict[str, Any], console: Console) -> Rolled:
@@ -123,10 +128,10 @@ def _from_service(url: str, prompts: Sequence[str], fields: dict[str, Any], cons
     return Rolled(groups, false_colour_filmstrip)
 
 
-def _write(rolled: Rolled, out: Path, console: Console, *, filmstrips: bool) -> None:
+def _write(rolled: Rolled, out: Path, console: Console, *, filmstrips: bool, fps: float) -> None:
     """Writes the folder; prints a table a prompt, and where everything is."""
     from diffusion_rl.cli.summary import group_table, log_probs_of, summary_of, tile_of, write_json
-    from diffusion_rl.pictures import SheetRow, draw_sheet, plot_log_probs, save_png
+    from diffusion_rl.pictures import SheetRow, draw_sheet, plot_log_probs
 
     entries, rows, plots = [], [], []
     for index, group in enumerate(rolled.groups):
@@ -135,11 +140,9 @@ def _write(rolled: Rolled, out: Path, console: Console, *, filmstrips: bool) -> 
         by_seed = {f"seed {sample.seed}": log_probs_of(sample) for sample in group}
         plots.append(plot_log_probs(by_seed, kinds, folder / "log_probs.png", title=prompt))
         for sample in group:
-            name = f"{sample.sample_index:02d}.png"
-            picture = sample.generated_output
-            files = {"picture": save_png(picture, folder / f"sample-{name}") if picture is not None else None}
+            files = _write_output(sample, folder, fps=fps)
             if filmstrips:
-                files["filmstrip"] = rolled.filmstrip(sample).save(folder / f"filmstrip-{name}")
+                files["filmstrip"] = rolled.filmstrip(sample).save(folder / f"filmstrip-{sample.sample_index:02d}.png")
             entries.append(summary_of(sample, {**files, "log_prob_plot": plots[-1]}, out))
         rows.append(SheetRow(prompt, tuple(tile for sample in group if (tile := tile_of(sample)) is not None)))
         console.print(group_table(group, f"prompt-{index:02d}: {prompt}"))
@@ -149,6 +152,20 @@ def _write(rolled: Rolled, out: Path, console: Console, *, filmstrips: bool) -> 
         console.print(Text(NO_PLOTS, "yellow"))
     count = sum(len(group) for group in rolled.groups)
     console.print(Text.assemble(f"{count} samples in ", (str(out.resolve()), "bold")), soft_wrap=True)
+
+
+def _write_output(sample: RolloutSample, folder: Path, *, fps: float) -> dict[str, Path | None]:
+    """A sample's picture, or its video with a strip of its frames; by what they are."""
+    from diffusion_rl.pictures import draw_sheet, frames_row, save_png, save_video
+
+    output, name = sample.generated_output, f"{sample.sample_index:02d}"
+    if output is None or output.dim() == 3:
+        return {"picture": None if output is None else save_png(output, folder / f"sample-{name}.png")}
+    strip = frames_row(output, f"{sample.prompt} (seed {sample.seed})")
+    return {
+        "video": save_video(output, folder / f"sample-{name}.webp", fps=fps),
+        "frames": draw_sheet([strip], folder / f"frames-{name}.png", side=96),
+    }
 
 
 def _progress(console: Console) -> Progress:

@@ -52,6 +52,8 @@ def serve(
     max_num_outputs_per_prompt: options.MaxOutputs = LIMITS.max_num_outputs_per_prompt,
     max_num_inference_steps: options.MaxSteps = LIMITS.max_num_inference_steps,
     max_pixels: options.MaxPixels = LIMITS.max_pixels,
+    max_num_frames: options.MaxFrames = LIMITS.max_num_frames,
+    max_latent_elements: options.MaxLatent = LIMITS.max_latent_elements,
     max_prompt_characters: options.MaxPrompt = LIMITS.max_prompt_characters,
     max_queued_samples: options.MaxQueued = LIMITS.max_queued_samples,
     max_body_mb: options.MaxBody = SERVER.max_body_bytes // MEBIBYTE,
@@ -69,6 +71,8 @@ def serve(
         max_num_outputs_per_prompt=max_num_outputs_per_prompt,
         max_num_inference_steps=max_num_inference_steps,
         max_pixels=max_pixels,
+        max_num_frames=max_num_frames,
+        max_latent_elements=max_latent_elements,
         max_prompt_characters=max_prompt_characters,
         max_queued_samples=max_queued_samples,
     )

@@ -73,6 +73,7 @@ def summary_of(sample: RolloutSample, files: Mapping[str, Path | None], root: Pa
         "guidance_scale": sample.guidance_scale,
         "height": sample.height,
         "width": sample.width,
+        **({} if sample.num_frames is None else {"num_frames": sample.num_frames}),
         "weight_version": sample.weight_versions[-1] if sample.weight_versions else None,
         "num_evaluations": sample.num_evaluations,
         "timings": asdict(sample.timings),

@@ -1,8 +1,8 @@
 """What a model family owes the engine. A family adapts one diffusers pipeline class; it holds no request state.
 
-The engine calls, for each request: `check_size`, `guidance`, `check_prompt`, `schedule`, and `encode_prompt` (once a
-prompt); for each step of a batch: `predict`; for each finished sample: `decode`. `replay` calls `predict` again, with
-the trainer's transformer.
+The engine calls, for each request: `check_fields`, `size`, `check_size`, `guidance`, `check_prompt`, `schedule`, and
+`encode_prompt` (once a prompt); for each step of a batch: `predict`; for each finished sample: `decode`. `replay` calls
+`predict` again, with the trainer's transformer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion_rl.batch import Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows
+from diffusion_rl.batch import FIRST, Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows, Size, size_of
 from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
@@ -42,7 +42,7 @@ DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults th
 @dataclass(frozen=True)
 class Defaults:
     """What a request gets for the fields it leaves out. guidance_scale is that of classifier-free guidance;
-    embedded_guidance goes to guidance-distilled transformers alone."""
+    embedded_guidance goes to guidance-distilled transformers alone, num_frames to models of videos."""
 
     height: int
     width: int
@@ -50,6 +50,7 @@ class Defaults:
     guidance_scale: float
     max_sequence_length: int
     embedded_guidance: float | None = None
+    num_frames: int | None = None
 
 
 BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
@@ -57,6 +58,8 @@ BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
 
 class ModelFamily(ABC):
     """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
+
+    A size is passed on as `*size`: a family of videos takes `num_frames` behind `height` and `width`.
 
     `dtype` and `device` are the transformer's when the family was made: move a pipeline before, not after. `choices`
     and `decodes_together` are what certification found on that device, `certificate` its table once it has looked.
@@ -80,7 +83,7 @@ class ModelFamily(ABC):
         self.runner: Runner = eager
         self.tensor: TensorParallel | None = None
         # Asking the module walks all its parameters, which is too slow for every step.
-        self.decodes_together: tuple[int, int] | None = None
+        self.decodes_together: Size | None = None
         self.dtype: torch.dtype = pipeline.transformer.dtype
         self.device: torch.device = device_of_module(pipeline.transformer)
         self.defaults = self._defaults(defaults_folder)
@@ -88,6 +91,15 @@ class ModelFamily(ABC):
     @property
     def transformer(self) -> torch.nn.Module:
         return self.pipeline.transformer
+
+    @property
+    def transformers(self) -> Mapping[str, torch.nn.Module]:
+        """Those that compute steps, by their names in the pipeline; all of one architecture."""
+        return {FIRST: self.pipeline.transformer}
+
+    def step_transformers(self, timesteps: torch.Tensor) -> tuple[str, ...]:
+        """The name of the transformer that computes each of T steps, from their timesteps `[T]` fp32 on the CPU."""
+        return (FIRST,) * len(timesteps)
 
     @property
     def attention_heads(self) -> int:
@@ -105,7 +117,7 @@ class ModelFamily(ABC):
         return int(self.pipeline.default_sample_size * self.pipeline.vae_scale_factor)
 
     def split_weights(self, ranks: TensorParallel, device: str) -> None:
-        """Leaves this rank's part of the transformer's weights, and puts the whole pipeline on `device`. A family that
+        """Leaves this rank's part of the transformers' weights, and puts the whole pipeline on `device`. A family that
         is to be split is loaded on the CPU: the device then never holds what isn't its own.
 
         Raises:
@@ -113,16 +125,25 @@ class ModelFamily(ABC):
         """
         from diffusion_rl.parallel.tensor_styles import split_weights  # DTensor takes a second to import
 
-        split_weights(self.transformer, self.tensor_plan, ranks, torch.device(device))
+        for transformer in self.transformers.values():
+            self.tensor_plan.check(transformer, ranks.size)
         for module in self.pipeline.components.values():
-            if isinstance(module, torch.nn.Module) and module is not self.transformer:
-                module.to(device)
+            if isinstance(module, torch.nn.Module):
+                if module in self.transformers.values():
+                    split_weights(module, self.tensor_plan, ranks, torch.device(device))
+                else:
+                    module.to(device)
         self.tensor, self.device = ranks, self.pipeline.transformer.device
 
     @property
     @abstractmethod
     def size_multiple(self) -> int:
         """Height and width must be multiples of this many pixels."""
+
+    @property
+    def frame_multiple(self) -> int | None:
+        """A video has 1 frame more than a multiple of this many; None for models of pictures."""
+        return None
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -172,7 +193,7 @@ class ModelFamily(ABC):
         Runs inside `exact_mode`. `transformer` replaces the family's own (a trainer's, with gradients). With an
         arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
         """
-        model, arrangement = transformer or self.transformer, arrangement or Arrangement()
+        model, arrangement = transformer or self.transformers[batch.transformer], arrangement or Arrangement()
         alone = transformer is None and not arrangement.splits_forward and not torch.is_grad_enabled()
         runner = self.runner if alone else eager
 
@@ -206,9 +227,9 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The pictures of final latents `[n, ...]`, fp32 `[n, C, H, W]` in [0, 1].
+        """The pictures of final latents `[n, ...]`, fp32 `[n, C, H, W]` (videos `[n, C, F, H, W]`) in [0, 1].
 
-        Only at the `(height, width)` that `decodes_together` names does a picture's last bit not depend on n.
+        Only at the size that `decodes_together` names does a picture's last bit not depend on n.
         """
 
     @abstractmethod
@@ -222,12 +243,12 @@ class ModelFamily(ABC):
             kwargs["encoder_hidden_states"].to(self.device), None if pooled is None else pooled.to(self.device)
         )
 
-    def denoising_env(self, conditioning: Conditioning, height: int, width: int) -> DenoisingEnv:
+    def denoising_env(self, conditioning: Conditioning, *size: int) -> DenoisingEnv:
         """What the transformer is conditioned on, on the CPU, from which `conditioning_from_env` comes back."""
         negative = conditioning.negative
         return DenoisingEnv(
-            pos_cond_kwargs=self.cond_kwargs(conditioning.positive, height, width),
-            neg_cond_kwargs=None if negative is None else self.cond_kwargs(negative, height, width),
+            pos_cond_kwargs=self.cond_kwargs(conditioning.positive, *size),
+            neg_cond_kwargs=None if negative is None else self.cond_kwargs(negative, *size),
             image_kwargs={},
             guidance=conditioning.embedded_guidance,
         )
@@ -240,6 +261,28 @@ class ModelFamily(ABC):
     def exact(self) -> AbstractContextManager[None]:
         """The mode that all of this family's arithmetic runs in, for a stock pipeline or code of one's own."""
         return exact_mode(choices=self.choices)
+
+    def check_fields(self, params: RolloutParams) -> None:
+        """Refuses fields that this model has no use for."""
+        unused: dict[str, object] = {}
+        if self.defaults.num_frames is None and params.num_frames not in (None, 1):
+            unused["num_frames"] = params.num_frames
+        if len(self.transformers) == 1 and params.guidance_scale_2 is not None:
+            unused["guidance_scale_2"] = params.guidance_scale_2
+        for name, value in unused.items():
+            raise InvalidRequestError(
+                f"the loaded model has no use for {name}",
+                code="unsupported_field",
+                field=name,
+                value=value,
+                hint="Leave it out.",
+            )
+
+    def size(self, params: RolloutParams) -> Size:
+        """What the request asks for, the model's defaults filled in."""
+        defaults = self.defaults
+        num_frames = None if defaults.num_frames is None else params.num_frames or defaults.num_frames
+        return size_of(params.height or defaults.height, params.width or defaults.width, num_frames)
 
     def check_size(self, height: int, width: int) -> None:
         """Refuses a size that the latent grid can't hold."""
@@ -265,12 +308,12 @@ class ModelFamily(ABC):
         return mixed.from_config(self.pipeline.scheduler.config, **shift)
 
     def schedule(
-        self, scheduler: FlowMatchEulerDiscreteScheduler, params: RolloutParams, steps: int, size: tuple[int, int]
+        self, scheduler: FlowMatchEulerDiscreteScheduler, params: RolloutParams, steps: int, size: Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`(sigmas, timesteps)`, each `[T + 1]` fp32 on the CPU and ending with 0, as diffusers computes them."""
         if params.sigmas is not None and params.sigmas[-1] == 0:
             sigmas = torch.tensor(params.sigmas, dtype=torch.float32)
-            _refuse_bad_grid(sigmas, params)
+            refuse_bad_grid(sigmas, params)
             return sigmas, sigmas * scheduler.config.num_train_timesteps
         if steps == 1 and scheduler.config.shift_terminal:
             scheduler.register_to_config(shift_terminal=None)  # stretching a single step would divide by zero
@@ -281,7 +324,7 @@ class ModelFamily(ABC):
         else:
             scheduler.set_timesteps(sigmas=given, device="cpu", **mu)
         timesteps = scheduler.timesteps.float()
-        _refuse_bad_grid(scheduler.sigmas, params)
+        refuse_bad_grid(scheduler.sigmas, params)
         return scheduler.sigmas.float().cpu(), torch.cat([timesteps, timesteps.new_zeros(1)])
 
     def _defaults(self, folder: Path | None) -> Defaults:
@@ -290,12 +333,13 @@ class ModelFamily(ABC):
         embedded = call["guidance_scale"].default if "true_cfg_scale" in call else None
         scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else call["guidance_scale"].default
         values: dict[str, Any] = {
-            "height": self.default_side,
-            "width": self.default_side,
+            "height": call["height"].default or self.default_side,
+            "width": call["width"].default or self.default_side,
             "num_inference_steps": call["num_inference_steps"].default,
             "guidance_scale": scale,
             "max_sequence_length": call["max_sequence_length"].default,
             "embedded_guidance": embedded,
+            "num_frames": call["num_frames"].default if "num_frames" in call else None,
         }
         if folder is not None and (folder / DEFAULTS_FILE).is_file():
             values |= json.loads((folder / DEFAULTS_FILE).read_text())
@@ -309,7 +353,7 @@ class ModelFamily(ABC):
         """Embeddings of all rows of a forward `[rows, longest, D]`, padded at their ends, and the plan over them."""
         lengths = tuple(len(p.prompt_embeds) for p in rows.prompts)
         padded = torch.nn.utils.rnn.pad_sequence([p.prompt_embeds for p in rows.prompts], batch_first=True)
-        image_tokens = self._image_tokens(rows.height, rows.width)
+        image_tokens = self._image_tokens(*rows.size)
         plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
         return padded.to(rows.latents.dtype), plan
 
@@ -321,10 +365,11 @@ class ModelFamily(ABC):
 def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
     embedded = [c.embedded_guidance for c in batch.conditioning if c.embedded_guidance is not None]
     guidance = torch.tensor(embedded, dtype=torch.float32, device=batch.latents.device) if embedded else None
-    return Rows(batch.latents, batch.timesteps, tuple(prompts), batch.height, batch.width, guidance)
+    size = batch.height, batch.width
+    return Rows(batch.latents, batch.timesteps, tuple(prompts), *size, guidance, batch.num_frames)
 
 
-def _refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
+def refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:
     """Refuses a grid that isn't finite and strictly falling, as an extreme shift can make it in fp32."""
     if not sigmas.isfinite().all() or not (sigmas.diff() < 0).all() or sigmas[-2] < SMALLEST_SIGMA:
         raise InvalidRequestError(

@@ -131,9 +131,10 @@ class CompiledForward:
         return {"rows": self.rows, "graphs": self.graphs, "refused": list(self.refused), "replay_exact": exact}
 
     def _run(self, transformer: torch.nn.Module, piece: Piece) -> torch.Tensor:
-        if piece.key not in self._graphs:
-            self._graphs[piece.key] = self._make(transformer, piece)
-        graph = self._graphs[piece.key]
+        key = (transformer, *piece.key)
+        if key not in self._graphs:
+            self._graphs[key] = self._make(transformer, piece)
+        graph = self._graphs[key]
         if graph is None:
             return eager_piece(transformer, piece, self.choices)
         return self._call(graph, transformer, piece)

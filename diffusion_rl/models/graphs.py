@@ -78,7 +78,7 @@ class CudaGraphs:
                 del graphs[key]
 
     def _run(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-        key = (self.variant, *_key(plan, inputs))
+        key = (self.variant, transformer, *_key(plan, inputs))
         if len(plan.text_lengths) * (plan.image_tokens + plan.padded_text) > self._max_tokens:
             return eager(transformer, plan, inputs)
         if key not in self._graphs:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ class LayerwiseOffload:
         for group in self._groups:
             group.slot_views.clear()
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, Any]:
         """For `/server_info`: groups and their size in blocks, bytes of host memory, and of the slots on the device."""
         return {
             "groups": len(self._groups),
@@ -245,6 +245,15 @@ def offload_of(module: torch.nn.Module) -> LayerwiseOffload | None:
     """The offload that keeps this transformer's blocks, if there is one."""
     found = vars(module).get(ATTRIBUTE)
     return found if isinstance(found, LayerwiseOffload) else None
+
+
+def describe_offloads(transformers: Iterable[torch.nn.Module]) -> dict[str, object] | None:
+    """For `/server_info`: all of a pipeline's offloads together; None if there are none."""
+    found = [offload.describe() for module in transformers if (offload := offload_of(module)) is not None]
+    if not found:
+        return None
+    summed = {name: sum(one[name] for one in found) for name in ("groups", "host_bytes", "device_bytes")}
+    return {**found[0], **summed, "pinned": all(one["pinned"] for one in found)}
 
 
 def device_of_module(module: torch.nn.Module) -> torch.device:

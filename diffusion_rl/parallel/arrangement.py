@@ -3,7 +3,7 @@ for the number of ranks that share the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -68,7 +68,7 @@ class Arrangement:
 def arrange(
     rank: int,
     layout: Layout,
-    transformer: torch.nn.Module,
+    transformers: Iterable[torch.nn.Module],
     spec: SequenceSpec,
     *,
     guidance: str,
@@ -76,7 +76,7 @@ def arrange(
     tensor: TensorParallel | None = None,
 ) -> Arrangement:
     """The part of that rank. `join(name, place, size)` makes a group, when all its members have come to it. `tensor` is
-    what the transformer's weights were split by, if they were.
+    what the transformers' weights were split by, if they were.
 
     With one rank nobody is waited for, and `guidance` names the pass.
     """
@@ -85,7 +85,7 @@ def arrange(
         tensor.group = join(f"tensor-{place.half}-{place.share}", place.part, layout.tp_size)
     if layout.sp_degree > 1:
         group = join(f"sequence-{place.half}-{place.part}", place.share, layout.sp_degree)
-        sequence = SequenceParallel(transformer, spec, group)
+        sequence = SequenceParallel(transformers, spec, group)
     if layout.cfg_degree > 1:
         group = join(f"guidance-{place.share}-{place.part}", place.half, layout.cfg_degree)
         return Arrangement(CfgParallel(group), sequence, tensor)

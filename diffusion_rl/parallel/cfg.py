@@ -7,7 +7,7 @@ their own, or be computed by other ranks. What follows is the same arithmetic in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,13 +22,12 @@ and embedded guidance."""
 
 def batched(forward: Forward, negative: Rows, positive: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward of all rows, negative ones first: the fastest on one device."""
-    together = Rows(
-        torch.cat([negative.latents, positive.latents]),
-        torch.cat([negative.timesteps, positive.timesteps]),
-        negative.prompts + positive.prompts,
-        negative.height,
-        negative.width,
-        None if positive.guidance is None else torch.cat([positive.guidance, positive.guidance]),
+    together = replace(
+        positive,
+        latents=torch.cat([negative.latents, positive.latents]),
+        timesteps=torch.cat([negative.timesteps, positive.timesteps]),
+        prompts=negative.prompts + positive.prompts,
+        guidance=None if positive.guidance is None else torch.cat([positive.guidance, positive.guidance]),
     )
     first, second = forward(together).chunk(2)
     return first, second

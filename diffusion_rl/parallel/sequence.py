@@ -10,10 +10,11 @@ one device would make, and each row of a linear layer a row of the same layer: n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,8 @@ class Stage:
     blocks: attribute names of the transformer's lists of blocks, as they run. inputs: the first block's arguments that
     are sequences; tables: arguments of every block that hold something for each token (rotary embeddings), one tensor
     or a tuple of them. head: attribute name of the module whose output, a sequence like `output`, is gathered; None:
-    the last block.
+    the last block. cross_attention: attribute name, within a block, of an attention of the image to text that is no
+    input here. Such a text is short beside a video, and whole on every rank, which takes its heads of it.
     """
 
     blocks: tuple[str, ...] = ("transformer_blocks",)
@@ -55,6 +57,7 @@ class Stage:
     tables: Mapping[str, Tokens | tuple[Tokens, ...]] = field(default_factory=dict)
     head: str | None = "proj_out"
     output: Tokens = IMAGE
+    cross_attention: str | None = None
 
 
 @dataclass(frozen=True)
@@ -126,21 +129,25 @@ def _order_on(shards: Shards, streams: tuple[Stream, ...], device: torch.device)
 
 
 class SequenceParallel:
-    """Makes `transformer` compute together with the same transformer of the group's other ranks.
+    """Makes each of `transformers`, which have one spec, compute together with the same one of the group's other ranks.
 
-    Its forward is an ordinary one until `sharding` is entered. Inside, every rank of the group must call it with equal
-    inputs, and each gets the whole output.
+    Their forwards are ordinary ones until `sharding` is entered. Inside, every rank of the group must call the same one
+    with equal inputs, and each gets the whole output.
     """
 
-    def __init__(self, transformer: torch.nn.Module, spec: SequenceSpec, group: RankGroup) -> None:
+    def __init__(self, transformers: Iterable[torch.nn.Module], spec: SequenceSpec, group: RankGroup) -> None:
         self.group = group
         self._exchange: _HeadExchange | None = None
-        for stage in spec.stages:
+        for transformer, stage in product(transformers, spec.stages):
             blocks = [b for name in stage.blocks for b in transformer.get_submodule(name).children()]
             if not blocks:
                 continue
             for block in blocks:
                 block.register_forward_pre_hook(_Entrance(self, stage, first=block is blocks[0]), with_kwargs=True)
+                if stage.cross_attention is not None:
+                    cross = block.get_submodule(stage.cross_attention)
+                    cross.register_forward_pre_hook(_Crossing(self, crossing=True))
+                    cross.register_forward_hook(_Crossing(self, crossing=False))
             head = blocks[-1] if stage.head is None else transformer.get_submodule(stage.head)
             head.register_forward_hook(_Exit(self, stage))
 
@@ -184,6 +191,18 @@ class _Entrance:
 
 
 @dataclass(eq=False)
+class _Crossing:
+    """A hook before, and one behind, an attention to a text that is whole: shapes alone don't tell it from others."""
+
+    ranks: SequenceParallel
+    crossing: bool
+
+    def __call__(self, *_: object) -> None:
+        if self.ranks._exchange is not None:
+            self.ranks._exchange.crossing = self.crossing
+
+
+@dataclass(eq=False)
 class _Exit:
     """A hook behind a stage: what each rank has of its output is gathered."""
 
@@ -206,6 +225,7 @@ class _HeadExchange(TorchFunctionMode):
         super().__init__()
         self.shards = shards
         self.stage: Stage | None = None
+        self.crossing = False
         self._group = group
 
     def __torch_function__(
@@ -227,9 +247,11 @@ class _HeadExchange(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        streams = self._streams(query, key, attn_mask)
+        streams = ("image",) if self.crossing else self._streams(query, key, attn_mask)
         order = _order_on(self.shards, streams, query.device)
-        q, k, v = _to_heads(torch.stack([query, key, value]), self._group)[..., order, :]
+        exchanged = (query,) if self.crossing else (query, key, value)
+        q, *others = _to_heads(torch.stack(exchanged), self._group)[..., order, :]
+        k, v = others or (x.chunk(self._group.size, dim=1)[self._group.rank].contiguous() for x in (key, value))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
         shares = attended.new_zeros(*attended.shape[:2], query.shape[2] * self._group.size, attended.shape[3])
         shares[:, :, order] = attended

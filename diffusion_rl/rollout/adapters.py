@@ -19,7 +19,7 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.runner import eager
-from diffusion_rl.rollout.certification import probe_batch
+from diffusion_rl.rollout.certification import probe_batches
 from engine_control.checksum import combined_digest, device_digests
 from engine_control.errors import NotExactError, RefitRefusedError
 from engine_control.refit.adapter import AdapterConfig, unknown_adapter
@@ -204,7 +204,7 @@ class Adapters:
         runner, family.runner = family.runner, eager
         try:
             with self._applied(adapter):
-                recorded = record(lambda: family.predict(probe_batch(family)))
+                recorded = record(lambda: [family.predict(batch) for batch in probe_batches(family)])
         finally:
             family.runner = runner
         new = {k: call for k, call in recorded.items() if k.operation == "linear" and (*k.shape, k.dtype) in needed}

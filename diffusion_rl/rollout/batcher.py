@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diffusion_rl.batch import Size
 from diffusion_rl.rollout.queue import SampleState
 
 
@@ -12,14 +13,21 @@ from diffusion_rl.rollout.queue import SampleState
 class BatchKey:
     """What samples of one transformer forward must agree in. Text length is not part of it; the adapter is."""
 
-    size: tuple[int, int]
+    size: Size
     guided: bool
     lora_name: str | None
+    transformer: str
 
 
 def batch_key(sample: SampleState) -> BatchKey:
+    """Of a sample that has a step to take."""
     request = sample.request
-    return BatchKey(request.size, request.guidance.negative_prompt is not None, request.params.lora_name)
+    return BatchKey(
+        size=request.size,
+        guided=request.guidance.negative_prompt is not None,
+        lora_name=request.params.lora_name,
+        transformer=request.schedule.transformers[sample.step],
+    )
 
 
 def pick_batch(samples: Sequence[SampleState], max_batch_size: int) -> list[SampleState]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
-from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.batch import Conditioning, DenoiseBatch, Size, size_of
 from diffusion_rl.config import EngineConfig, kernel_settings
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
@@ -24,6 +25,7 @@ from rl_kernels.verdict_cache import Question, VerdictCache, digest, find_verdic
 logger = logging.getLogger(__name__)
 
 LARGEST_SIDE = 512  # pixels; larger pictures use the same kernels, on more rows
+LARGEST_VIDEO_SIDE = 256  # pixels
 SAMPLES = 5
 DECODE_TOGETHER = 8  # the most pictures that are ever decoded together
 LARGEST_DECODED_SIDE = 128  # pixels; larger pictures gain nothing from company
@@ -116,7 +118,7 @@ def for_shards(choices: Choices, degree: int) -> Choices:
 def _shared_weights(family: ModelFamily, layout: Layout) -> Verdict:
     """Ranks that share weights predict several samples together, and some of them. Probed at every start, too."""
     name = f"transformer {type(family.transformer).__name__}, weights over {layout.tp_size} ranks"
-    failed_at = _differing_part(family, probe_batch(family))
+    failed_at = _first(_differing_part(family, batch) for batch in probe_batches(family))
     return Verdict(name, None if failed_at else CHOSEN[0], CHOSEN, failed_at)
 
 
@@ -127,29 +129,33 @@ def _shared_prediction(family: ModelFamily, arrangement: Arrangement, layout: La
     Probed at every start: a rank that read the answer would not come to the collectives in which the others wait.
     """
     name = f"transformer {type(family.transformer).__name__}, {layout.sp_degree} x {layout.cfg_degree} ranks"
-    batch = probe_batch(family)
-    unguided = replace(batch, conditioning=tuple(replace(c, negative=None) for c in batch.conditioning))
-    for whole, what in ((batch, "guided"), (unguided, "unguided")):
-        for start, end in ((0, SAMPLES), *SLICES[:1]):
-            part = part_of(whole, start, end)
-            if not torch.equal(family.predict(part, arrangement=arrangement), family.predict(part)):
-                return Verdict(name, None, CHOSEN, f"samples {start} to {end - 1} of {SAMPLES}, {what}")
+    for batch in probe_batches(family):
+        unguided = replace(batch, conditioning=tuple(replace(c, negative=None) for c in batch.conditioning))
+        for whole, what in ((batch, "guided"), (unguided, "unguided")):
+            for start, end in ((0, SAMPLES), *SLICES[:1]):
+                part = part_of(whole, start, end)
+                if not torch.equal(family.predict(part, arrangement=arrangement), family.predict(part)):
+                    return Verdict(name, None, CHOSEN, f"samples {start} to {end - 1} of {SAMPLES}, {what}")
     return Verdict(name, *CHOSEN, CHOSEN)
 
 
 def certify_family(family: ModelFamily, *, cache: VerdictCache | None = None) -> Certificate:
-    """Probes each operation that a guided forward of the transformer runs, then the whole transformer."""
-    batch, outputs = probe_batch(family), list[torch.Tensor]()
-    recorded = record(lambda: outputs.append(family.predict(batch)))
+    """Probes each operation that guided forwards of the transformers run, then each whole transformer."""
+    batches, outputs = probe_batches(family), list[torch.Tensor]()
+    recorded = record(lambda: outputs.extend(family.predict(batch) for batch in batches))
     certificate = certify(recorded, family.device, cache=cache)
     if not certificate.exact:
         return certificate
     before, family.choices = family.choices, certificate.choices
     try:
-        details = _details(family, batch, finite=bool(outputs[0].isfinite().all()))
-        verdicts = [*certificate.verdicts, _whole_transformer(family, batch, details, cache)]
-        if _can_fuse(family) and verdicts[-1].exact:
-            verdicts += _fused_blocks(family, batch, details, cache)
+        details = [
+            _details(family, batch, finite=bool(output.isfinite().all()))
+            for batch, output in zip(batches, outputs, strict=True)
+        ]
+        whole = [_whole_transformer(family, b, d, cache) for b, d in zip(batches, details, strict=True)]
+        verdicts = [*certificate.verdicts, *whole]
+        if _can_fuse(family) and all(verdict.exact for verdict in whole):
+            verdicts += _fused_blocks(family, batches, digest(details), cache)
         return Certificate(certificate.device, tuple(verdicts), family.choices)
     finally:
         family.choices = before
@@ -164,7 +170,7 @@ def _details(family: ModelFamily, batch: DenoiseBatch, *, finite: bool) -> str:
         [len(c.positive.prompt_embeds), None if c.negative is None else len(c.negative.prompt_embeds)]
         for c in batch.conditioning
     ]
-    structure, ours = structure_digest(family.transformer), sources_digest(PACKAGE)
+    structure, ours = structure_digest(family.transformers[batch.transformer]), sources_digest(PACKAGE)
     size = 1 if family.tensor is None else family.tensor.size
     return digest([structure, size, ours, list(batch.latents.shape), texts, _listed(family.choices), finite])
 
@@ -177,7 +183,7 @@ def _listed(choices: Choices) -> list[object]:
 
 
 def _whole_transformer(family: ModelFamily, batch: DenoiseBatch, details: str, cache: VerdictCache | None) -> Verdict:
-    name = f"transformer {type(family.transformer).__name__}"
+    name = f"{batch.transformer} {type(family.transformer).__name__}"
 
     def probe() -> Verdict:
         failed_at = _differing_part(family, batch)
@@ -187,7 +193,9 @@ def _whole_transformer(family: ModelFamily, batch: DenoiseBatch, details: str, c
         return find_verdict(Question(name, CHOSEN, details), family.device, probe, cache=cache)
 
 
-def _fused_blocks(family: ModelFamily, batch: DenoiseBatch, details: str, cache: VerdictCache | None) -> list[Verdict]:
+def _fused_blocks(
+    family: ModelFamily, batches: list[DenoiseBatch], details: str, cache: VerdictCache | None
+) -> list[Verdict]:
     """Takes the blocks' fused forwards if each fused operation passes, and then the whole, under autograd too.
 
     One that doesn't leaves the stock blocks, which stay certified. A verdict for each operation, then for the blocks.
@@ -195,11 +203,11 @@ def _fused_blocks(family: ModelFamily, batch: DenoiseBatch, details: str, cache:
     name, tried, stock = f"blocks of {type(family.transformer).__name__}", ("fused", "stock"), family.choices
 
     def probe() -> Verdict:
-        failed_at = _differing_part(family, batch) or _differing_under_autograd(family, batch)
+        failed_at = _first(_differing_part(family, b) or _differing_under_autograd(family, b) for b in batches)
         return Verdict(name, "stock", tried, f"fused: {failed_at}") if failed_at else Verdict(name, "fused", tried)
 
     family.choices = replace(stock, fused=True)
-    recorded = record_fused(lambda: family.predict(batch))
+    recorded = record_fused(lambda: [family.predict(batch) for batch in batches])
     verdicts = list(certify_fused(recorded, family.device, choices=stock, cache=cache))
     refused = "; ".join(v.operation for v in verdicts if v.implementation == STOCK)
     if refused:
@@ -222,6 +230,11 @@ def _differing_part(family: ModelFamily, batch: DenoiseBatch) -> str | None:
     return None
 
 
+def _first(failures: Iterable[str | None]) -> str | None:
+    """The first that is one, and nothing behind it is looked at."""
+    return next((failure for failure in failures if failure is not None), None)
+
+
 def _differing_under_autograd(family: ModelFamily, batch: DenoiseBatch) -> str | None:
     with torch.no_grad():
         plain = family.predict(batch)
@@ -240,55 +253,63 @@ def part_of(batch: DenoiseBatch, start: int, end: int) -> DenoiseBatch:
     )
 
 
-def _decodes_together(family: ModelFamily, cache: VerdictCache | None) -> tuple[int, int] | None:
-    """The `(height, width)` at which pictures have the same bits decoded together, in any number, and one by one.
+def _decodes_together(family: ModelFamily, cache: VerdictCache | None) -> Size | None:
+    """The size at which pictures have the same bits decoded together, in any number, and one by one.
 
     None: at no size that was tried, so they are decoded one by one. A GPU isn't tried: its libraries choose a
     convolution by the batch size.
     """
-    side = _side(family)
-    if family.device.type != "cpu" or side > LARGEST_DECODED_SIDE:
+    size = _probe_size(family)
+    if family.device.type != "cpu" or math.prod(size) > LARGEST_DECODED_SIDE**2:
         return None
-    name, tried = f"decode {side}x{side}", ("together",)
+    name, tried = f"decode {'x'.join(map(str, size))}", ("together",)
 
     def probe() -> Verdict:
-        failed_at = _differing_pictures(family, side)
+        failed_at = _differing_pictures(family, size)
         return Verdict(name, None if failed_at else tried[0], tried, failed_at)
 
     vae = structure_digest(family.pipeline.vae)
     details = digest([vae, sources_digest(PACKAGE), _listed(family.choices)])
     with family.exact():
         verdict = find_verdict(Question(name, tried, details), family.device, probe, cache=cache)
-    return (side, side) if verdict.exact else None
+    return size if verdict.exact else None
 
 
 @torch.no_grad()
-def _differing_pictures(family: ModelFamily, side: int) -> str | None:
+def _differing_pictures(family: ModelFamily, size: Size) -> str | None:
     """How many pictures, decoded together, have other bits than one by one; None: no number."""
     generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(DECODE_TOGETHER, *family.latent_shape(side, side), generator=generator)
-    alone = torch.cat([family.decode(x[None], side, side) for x in latents])
+    latents = torch.randn(DECODE_TOGETHER, *family.latent_shape(*size), generator=generator)
+    alone = torch.cat([family.decode(x[None], *size) for x in latents])
     for count in range(2, DECODE_TOGETHER + 1):
         first, last = slice(0, count), slice(DECODE_TOGETHER - count, None)
         for part in (first, last):
-            if not torch.equal(family.decode(latents[part], side, side), alone[part]):
+            if not torch.equal(family.decode(latents[part], *size), alone[part]):
                 return f"{count} pictures"
     return None
 
 
-def _side(family: ModelFamily) -> int:
-    """Pixels of a probe's side: the default size, or `LARGEST_SIDE`."""
-    multiple, defaults = family.size_multiple, family.defaults
-    return min(defaults.height, defaults.width, max(LARGEST_SIDE // multiple * multiple, multiple))
+def _probe_size(family: ModelFamily) -> Size:
+    """Of a probe's samples: square, of the default size, or of `LARGEST_SIDE`; a video is smaller, and short."""
+    multiple, frames, defaults = family.size_multiple, family.frame_multiple, family.defaults
+    largest = LARGEST_SIDE if frames is None else LARGEST_VIDEO_SIDE
+    side = min(defaults.height, defaults.width, max(largest // multiple * multiple, multiple))
+    return size_of(side, side, None if frames is None else 1 + frames)
+
+
+def probe_batches(family: ModelFamily) -> list[DenoiseBatch]:
+    """A `probe_batch` for each transformer."""
+    batch = probe_batch(family)
+    return [replace(batch, transformer=name) for name in family.transformers]
 
 
 @torch.no_grad()
 def probe_batch(family: ModelFamily) -> DenoiseBatch:
     """Guided samples at different steps, with prompts of two lengths, of the default size or a smaller one."""
-    defaults, side = family.defaults, _side(family)
+    defaults, size = family.defaults, _probe_size(family)
     short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in ("a", "a b c"))
     conditioning = tuple(Conditioning((short, long)[i % 2], short, 2.0 + i) for i in range(SAMPLES))
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(SAMPLES, *family.latent_shape(side, side), generator=generator)
+    latents = torch.randn(SAMPLES, *family.latent_shape(*size), generator=generator)
     timesteps = torch.linspace(900, 100, SAMPLES)
-    return DenoiseBatch(latents.to(family.device, family.dtype), timesteps.to(family.device), conditioning, side, side)
+    return DenoiseBatch(latents.to(family.device, family.dtype), timesteps.to(family.device), conditioning, *size)

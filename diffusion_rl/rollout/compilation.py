@@ -14,7 +14,7 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import Layout
-from diffusion_rl.rollout.certification import probe_batch
+from diffusion_rl.rollout.certification import probe_batches
 from engine_control.errors import InvalidRequestError, NotExactError
 from rl_kernels.certify import Exactness, Verdict
 
@@ -77,14 +77,14 @@ def compile_family(
         )
     before, family.runner = family.choices, eager
     family.choices = replace(before, fused=False)  # a graph fuses the stock blocks in its own way
-    batch = probe_batch(family)
-    texts = {len(c.positive.prompt_embeds) for c in batch.conditioning}
+    batches = probe_batches(family)
+    texts = {len(c.positive.prompt_embeds) for c in batches[0].conditioning}
     found = exactness.enabled and exactness.certificate is not None
     runner = CompiledForward(rows, family.choices, differing_texts=len(texts) > 1, tries=found, backend=backend)
     family.runner = runner
     if not found or exactness.certificate is None:
         return exactness
-    failed = _dependent(family, batch)  # compiles
+    failed = next((found for batch in batches if (found := _dependent(family, batch)) is not None), None)  # compiles
     failed = runner.refused[0] if runner.refused else failed
     name = type(family.transformer).__name__
     if failed is None:

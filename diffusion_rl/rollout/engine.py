@@ -18,10 +18,11 @@ import diffusers
 import torch
 import transformers
 
+from diffusion_rl.batch import Size
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
-from diffusion_rl.models.offload import offload_of
+from diffusion_rl.models.offload import describe_offloads
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.parallel.ranks import NoRanks, OnDeath, Ranks
@@ -207,7 +208,6 @@ class RolloutEngine:
     def describe(self) -> dict[str, object]:
         """What is loaded and how, for `/server_info` and `diffusion-rl doctor`."""
         family, defaults = self.family, self.family.defaults
-        offload = offload_of(family.transformer)
         return {
             "model_path": self.config.model_path,
             "family": type(family).__module__.rsplit(".", 1)[-1],
@@ -220,13 +220,15 @@ class RolloutEngine:
             "attention_backend": "torch_sdpa",
             "deterministic": self.exactness.describe(),
             "torch_compile": self._describe_compiled(),
-            "dit_layerwise_offload": None if offload is None else offload.describe(),
+            "dit_layerwise_offload": describe_offloads(family.transformers.values()),
             "parallel": self._describe_parallel(),
             "step_kinds": step_kinds.names(),
             "max_batch_size": self.config.max_batch_size,
             "limits": vars(self.config.limits),
             "defaults": vars(defaults),
             "size_multiple": family.size_multiple,
+            "frame_multiple": family.frame_multiple,
+            "transformers": list(family.transformers),
             "threads": torch.get_num_threads(),
             "versions": {
                 "torch": torch.__version__,
@@ -349,7 +351,7 @@ class RolloutEngine:
                 break
         return finished
 
-    def _decoded_at_once(self, size: tuple[int, int]) -> int:
+    def _decoded_at_once(self, size: Size) -> int:
         """How many pictures of that size may be decoded together."""
         return DECODE_TOGETHER if size == self.family.decodes_together else 1
 

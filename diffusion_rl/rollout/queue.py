@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from diffusion_rl.batch import Conditioning, Guidance
+from diffusion_rl.batch import Conditioning, Guidance, Size
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
@@ -23,7 +23,7 @@ class RequestState:
     request_id: str
     params: RolloutParams
     schedule: Schedule
-    size: tuple[int, int]
+    size: Size
     seeds: tuple[int, ...]
     guidance: Guidance
     max_sequence_length: int
@@ -38,6 +38,12 @@ class RequestState:
     denoise_s: float = 0.0
     decode_s: float = 0.0
     num_evaluations: int = 0
+
+    def conditioning_at(self, step: int) -> Conditioning:
+        """What its samples are denoised under at that step, once its prompts are encoded."""
+        assert self.conditioning is not None
+        scale = self.guidance.scale_under(self.schedule.transformers[step])
+        return replace(self.conditioning, guidance_scale=scale)
 
 
 @dataclass
@@ -101,7 +107,7 @@ class RequestQueue:
             self._running[request.request_id] = request
             yield request
 
-    def next_to_decode(self, at_once: Callable[[tuple[int, int]], int]) -> list[SampleState]:
+    def next_to_decode(self, at_once: Callable[[Size], int]) -> list[SampleState]:
         """The first sample that has taken all its steps, and more like it: `at_once(its size)` in all, at most."""
         at_end = [s for s in self.samples if s.step == s.request.schedule.steps]
 

@@ -6,8 +6,9 @@ first optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -16,11 +17,13 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import refuse_inexact_replay
 from diffusion_rl.models.offload import refuse_offloaded_gradients
 from diffusion_rl.parallel.tensor import refuse_other_degree
-from diffusion_rl.rollout.schedule import ODE, replayed_schedule
+from diffusion_rl.rollout.schedule import ODE, replayed_columns
 from diffusion_rl.sample import DenoisingEnv, RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.schedulers.base import StepTerms, log_prob
 from engine_control.errors import InvalidRequestError
+
+Transformers: TypeAlias = torch.nn.Module | Mapping[str, torch.nn.Module] | None
 
 
 @dataclass(frozen=True)
@@ -44,28 +47,33 @@ def replay_step(
     samples: Sequence[RolloutSample],
     step: int,
     *,
-    transformer: torch.nn.Module | None = None,
+    transformer: Transformers = None,
 ) -> ReplayStep:
-    """Re-scores step `step` of samples of one size and guidance mode, in one forward.
+    """Re-scores step `step` of samples of one size and guidance mode, in one forward of the transformer that computed
+    it.
 
     The samples need `rollout_return_dit_trajectory` (with states `step` and `step + 1`) and
-    `rollout_return_denoising_env`. `transformer` is the trainer's (possibly wrapped) module; None is the family's own.
+    `rollout_return_denoising_env`. `transformer` is the trainer's (possibly wrapped) module, or its modules by their
+    names in the pipeline, where that has two; None is the family's own.
 
     Raises:
         InvalidRequestError: something that is needed was not returned, the step has no variance, the rollout was
             compiled and this forward would have other bits, or the transformer's blocks are offloaded and gradients are
             recorded, or its weights are split over another number of ranks than the family's.
     """
-    refuse_inexact_replay(family.runner, transformer)
-    refuse_other_degree(family.tensor, transformer)
-    refuse_offloaded_gradients(transformer or family.transformer)
+    names = {s.transformer_of(step) for s in samples}
+    module = _module(family, transformer, min(names))
+    refuse_inexact_replay(family.runner, module)
+    refuse_other_degree(family.tensor, module)
+    refuse_offloaded_gradients(module or family.transformers[min(names)])
     states = [_states(s, step) for s in samples]
     kinds = {s.rollout_step_kinds[step] for s in samples}
     no_const = {s.log_prob_no_const for s in samples}
-    shapes = {(s.height, s.width, _env(s).neg_cond_kwargs is None) for s in samples}
-    if len(kinds) > 1 or len(no_const) > 1 or len(shapes) > 1:
+    shapes = {(s.size, _env(s).neg_cond_kwargs is None) for s in samples}
+    if any(len(found) > 1 for found in (kinds, no_const, shapes, names)):
         raise InvalidRequestError(
-            "samples that are replayed together must agree in size, guidance mode, step kind and log-prob form",
+            "samples that are replayed together must agree in size, guidance mode, step kind, transformer and log-prob "
+            "form",
             field="samples",
             value=sorted(kinds),
             hint="Group them first; any grouping gives the same bits.",
@@ -76,11 +84,12 @@ def replay_step(
     stored = torch.stack([s[1] for s in states]).to(device)
     columns = torch.stack([_columns(s, step) for s in samples]).to(device)
     terms = StepTerms.from_columns(columns)
-    conditioning = tuple(family.conditioning_from_env(_env(s), s.guidance_scale) for s in samples)
+    conditioning = tuple(family.conditioning_from_env(_env(s), s.guidance_scale_of(step)) for s in samples)
     timesteps = torch.stack([s.dit_trajectory.timesteps[step] for s in samples if s.dit_trajectory is not None])
-    batch = DenoiseBatch(current.to(dtype), timesteps.to(device), conditioning, samples[0].height, samples[0].width)
+    size, name = samples[0].size, names.pop()
+    batch = DenoiseBatch(current.to(dtype), timesteps.to(device), conditioning, *size, transformer=name)
     with torch.autocast(device.type, enabled=False):  # the caller's autocast would change the bits
-        velocity = family.predict(batch, transformer)
+        velocity = family.predict(batch, module)
     previous_x0 = torch.stack([_previous_x0(s, step) for s in samples]).to(device) if kind.needs_previous_x0 else None
     mean, noise_std = kind.transition(current, velocity, terms, previous_x0)
     return ReplayStep(
@@ -96,7 +105,7 @@ def replay(
     family: ModelFamily,
     samples: Sequence[RolloutSample],
     *,
-    transformer: torch.nn.Module | None = None,
+    transformer: Transformers = None,
     steps: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Log-probs `[n, len(steps)]` of n samples that share their stochastic steps; steps None: all of those.
@@ -112,6 +121,27 @@ def replay(
             "the samples have no stochastic step", field="steps", value=[], hint="Roll out with a stochastic step kind."
         )
     return torch.stack([replay_step(family, samples, s, transformer=transformer).log_probs for s in chosen], dim=1)
+
+
+def _module(family: ModelFamily, transformer: Transformers, name: str) -> torch.nn.Module | None:
+    """The trainer's module of that name; None: the family's own."""
+    if not isinstance(transformer, Mapping):
+        if transformer is not None and len(family.transformers) > 1:
+            raise InvalidRequestError(
+                f"which of the pipeline's {len(family.transformers)} transformers is it?",
+                field="transformer",
+                value=type(transformer).__name__,
+                hint=f"Pass a mapping with the keys {', '.join(family.transformers)}.",
+            )
+        return transformer
+    if name not in transformer:
+        raise InvalidRequestError(
+            f"the step is one of {name}, which was not given",
+            field="transformer",
+            value=sorted(transformer),
+            hint=f"Pass a mapping with the keys {', '.join(family.transformers)}.",
+        )
+    return transformer[name]
 
 
 def _states(sample: RolloutSample, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,15 +169,13 @@ def _states(sample: RolloutSample, step: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _columns(sample: RolloutSample, step: int) -> torch.Tensor:
     assert sample.dit_trajectory is not None
-    schedule = replayed_schedule(
+    columns = replayed_columns(
         sample.dit_trajectory.sigmas,
-        sample.dit_trajectory.timesteps,
-        sample.rollout_step_kinds,
         sde_type=sample.sde_type,
         noise_level=sample.noise_level,
         coefficients=sample.affine_coefficients,
     )
-    return schedule.columns[step]
+    return columns[step]
 
 
 def _previous_x0(sample: RolloutSample, step: int) -> torch.Tensor:

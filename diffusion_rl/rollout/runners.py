@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -10,7 +11,7 @@ from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.offload import offload_of
 from diffusion_rl.models.runner import eager
-from diffusion_rl.rollout.certification import part_of, probe_batch
+from diffusion_rl.rollout.certification import SAMPLES, part_of, probe_batches
 from rl_kernels.certify import Exactness, Verdict
 
 RUNS = 3  # of a probed shape: eager, captured, replayed
@@ -22,7 +23,7 @@ def choose_runner(family: ModelFamily, exactness: Exactness, *, cuda_graphs: boo
     Without exact mode graphs are taken unprobed: they hold the same kernels, and nothing was promised. A transformer
     whose blocks are offloaded gets none: a graph can't wait for a copy that depends on what ran before.
     """
-    cuda_graphs = cuda_graphs and offload_of(family.transformer) is None
+    cuda_graphs = cuda_graphs and all(offload_of(module) is None for module in family.transformers.values())
     if not cuda_graphs or family.device.type != "cuda":
         family.runner = eager
         return exactness
@@ -39,8 +40,7 @@ def choose_runner(family: ModelFamily, exactness: Exactness, *, cuda_graphs: boo
 def _graphs_equal_eager(family: ModelFamily) -> Verdict:
     """Whether guided forwards of several samples and of one have the eager bits when they are captured and replayed."""
     name, tried = f"launches of {type(family.transformer).__name__}", ("CUDA graph", "eager")
-    whole = probe_batch(family)
-    for count in (len(whole.latents), 1):
+    for whole, count in product(probe_batches(family), (SAMPLES, 1)):
         batch = part_of(whole, 0, count)
         family.runner = eager
         expected = family.predict(batch)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from diffusion_rl.batch import Conditioning, DenoiseBatch
+from diffusion_rl.batch import Conditioning, DenoiseBatch, Size
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
-from diffusion_rl.params import Limits, RolloutParams, check_pixels, check_step_fields
+from diffusion_rl.params import Limits, RolloutParams, check_latent_elements, check_pixels, check_step_fields
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
@@ -28,9 +29,11 @@ def plan_request(
     """All that a request is, before any model work; refuses what this model can't do."""
     params.validate(limits, step_kinds=step_kinds.names())
     defaults = family.defaults
-    size = (params.height or defaults.height, params.width or defaults.width)
+    family.check_fields(params)
+    size = family.size(params)
     check_pixels(size[1], size[0], limits)
     family.check_size(*size)
+    check_latent_elements(math.prod(latent_shape(family, size)), limits)
     steps = step_count(params, defaults.num_inference_steps)
     check_step_fields(params, steps)
     length = params.max_sequence_length or defaults.max_sequence_length
@@ -112,8 +115,9 @@ def advance_batch(family: ModelFamily, batch: Sequence[SampleState], arrangement
     first = batch[0].request
     timesteps = torch.stack([s.request.schedule.timesteps[s.step] for s in batch])
     latents = torch.stack([s.latents for s in batch]).to(family.dtype)
-    conditioning = tuple(s.request.conditioning for s in batch if s.request.conditioning is not None)
-    inputs = DenoiseBatch(latents, timesteps.to(family.device), conditioning, first.size[0], first.size[1])
+    conditioning = tuple(s.request.conditioning_at(s.step) for s in batch)
+    transformer = first.schedule.transformers[batch[0].step]
+    inputs = DenoiseBatch(latents, timesteps.to(family.device), conditioning, *first.size, transformer=transformer)
     advance(batch, family.predict(inputs, arrangement=arrangement))
 
 
@@ -138,8 +142,8 @@ def split(trunk: SampleState) -> list[SampleState]:
     ]
 
 
-def latent_shape(family: ModelFamily, size: tuple[int, int]) -> tuple[int, ...]:
-    """Of one sample's state, for a picture of that `(height, width)`."""
+def latent_shape(family: ModelFamily, size: Size) -> tuple[int, ...]:
+    """Of one sample's state, for a picture or video of that size."""
     return tuple(family.pack(torch.empty(1, *family.initial_noise_shape(*size), device="meta")).shape[1:])
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_rl.batch import Size
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.params import RolloutParams, window_range
 from diffusion_rl.rollout.noise import NoiseStream, uniform_integer
@@ -24,6 +25,7 @@ class Schedule:
     columns: `[T, fields]`, the steps' `StepTerms`, zero deviation where a step has no variance.
     mean_kinds: the step kind whose formula gives the mean, for each step.
     kinds: what is reported: the step kind where the step has variance, else `ode`.
+    transformers: the name of the transformer that computes it, for each step.
     ode_state: no step has variance and all are Euler steps: the state then has the model's dtype, as in diffusers.
     """
 
@@ -32,6 +34,7 @@ class Schedule:
     columns: torch.Tensor
     mean_kinds: tuple[str, ...]
     kinds: tuple[str, ...]
+    transformers: tuple[str, ...]
 
     @property
     def steps(self) -> int:
@@ -51,10 +54,8 @@ class Schedule:
         return next((i for i, kind in enumerate(self.kinds) if kind != ODE), self.steps)
 
 
-def make_schedule(
-    family: ModelFamily, params: RolloutParams, *, steps: int, size: tuple[int, int], seed: int
-) -> Schedule:
-    """The schedule of a request of that many steps and `(height, width)`; `seed` draws a window's start, if any."""
+def make_schedule(family: ModelFamily, params: RolloutParams, *, steps: int, size: Size, seed: int) -> Schedule:
+    """The schedule of a request of that many steps and that size; `seed` draws a window's start, if any."""
     kind = step_kinds.get(params.rollout_sde_type if params.rollout else ODE)
     scheduler = family.scheduler(kind, params.flow_shift)
     sigmas, timesteps = family.schedule(scheduler, params, steps, size)
@@ -79,22 +80,20 @@ def make_schedule(
         )
     has_variance = StepTerms.from_columns(columns).noise_std > 0
     kinds = tuple(k if v else ODE for k, v in zip(mean_kinds, has_variance.tolist(), strict=True))
-    return Schedule(sigmas, timesteps, columns, mean_kinds, kinds)
+    return Schedule(sigmas, timesteps, columns, mean_kinds, kinds, family.step_transformers(timesteps[:-1]))
 
 
-def replayed_schedule(
+def replayed_columns(
     sigmas: torch.Tensor,
-    timesteps: torch.Tensor,
-    kinds: tuple[str, ...],
     *,
     sde_type: str,
     noise_level: float,
     coefficients: tuple[tuple[float, float, float, float], ...] | None,
-) -> Schedule:
-    """The schedule of a finished sample, from what it returned; exact at its stochastic steps, which replay scores."""
+) -> torch.Tensor:
+    """The columns of a finished sample's schedule, from what it returned; exact at its stochastic steps, which replay
+    scores."""
     rows = None if coefficients is None else torch.tensor(coefficients, dtype=torch.float64).float()
-    terms = step_kinds.get(sde_type).schedule_terms(sigmas, noise_level=noise_level, coefficients=rows)
-    return Schedule(sigmas, timesteps, terms.columns(), kinds, kinds)
+    return step_kinds.get(sde_type).schedule_terms(sigmas, noise_level=noise_level, coefficients=rows).columns()
 
 
 def _stochastic_steps(params: RolloutParams, steps: int, seed: int) -> frozenset[int]:

@@ -65,7 +65,9 @@ def join_ranks(
 
     layout = layout_of(config.parallel)
     spec, guidance = family.sequence_spec, config.parallel.guidance
-    arrangement = arrange(rank, layout, family.transformer, spec, guidance=guidance, join=join, tensor=family.tensor)
+    arrangement = arrange(
+        rank, layout, family.transformers.values(), spec, guidance=guidance, join=join, tensor=family.tensor
+    )
     return arrangement, certify_ranks(family, exactness, arrangement, layout, config.deterministic)
 
 
@@ -151,7 +153,7 @@ def one_rank(family: ModelFamily, config: EngineConfig) -> Arrangement:
         raise AssertionError("one rank joins no group")
 
     spec = family.sequence_spec
-    return arrange(0, layout, family.transformer, spec, guidance=config.parallel.guidance, join=nobody)
+    return arrange(0, layout, family.transformers.values(), spec, guidance=config.parallel.guidance, join=nobody)
 
 
 def loaded(family: ModelFamily) -> dict[str, str]:

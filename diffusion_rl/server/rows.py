@@ -25,6 +25,13 @@ from diffusion_rl.sample import (
 Part = TypeVar(
     "Part", RolloutSample, RolloutDebugTensors, DenoisingEnv, DiTTrajectory, Timings, FinishReason, ResumeState
 )
+OPTIONAL_KEYS = (
+    "generated_latents",
+    "affine_coefficients",
+    "guidance_scale_2",
+    "rollout_step_transformers",
+    "num_frames",
+)  # a row has them only where they say something
 TRAINING_KEYS = ("rollout_log_probs", "rollout_debug_tensors", "denoising_env", "dit_trajectory")
 
 
@@ -33,6 +40,7 @@ def sample_from_plain(plain: Mapping[str, Any]) -> RolloutSample:
     values = dict(plain)
     debug, env, trajectory = (plain.get(name) for name in TRAINING_KEYS[1:])
     affine, resume = plain.get("affine_coefficients"), plain.get("resume_state")
+    transformers = plain.get("rollout_step_transformers")
     values.update(
         generated_latents=plain.get("generated_latents"),
         rollout_log_probs=plain.get("rollout_log_probs"),
@@ -40,6 +48,7 @@ def sample_from_plain(plain: Mapping[str, Any]) -> RolloutSample:
         denoising_env=env and _made(DenoisingEnv, env),
         dit_trajectory=trajectory and _made(DiTTrajectory, trajectory),
         rollout_step_kinds=tuple(plain["rollout_step_kinds"]),
+        rollout_step_transformers=None if transformers is None else tuple(transformers),
         weight_versions=versions_of_steps(plain["weight_versions"]),
         finish_reason=_made(FinishReason, plain["finish_reason"]),
         resume_state=resume and _made(ResumeState, _with_versions_of_steps(resume)),
@@ -89,10 +98,9 @@ def _row(
     row["resume_state"] = None if sample.resume_state is None else resume_state_row(sample.resume_state)
     row["inference_time_s"] = sample.timings.inference_time_s
     row["timings"] = asdict(sample.timings)
-    if sample.generated_latents is None:
-        del row["generated_latents"]
-    if sample.affine_coefficients is None:
-        del row["affine_coefficients"]
+    for name in OPTIONAL_KEYS:
+        if row[name] is None:
+            del row[name]
     if not params.rollout:
         return {name: value for name, value in row.items() if name not in TRAINING_KEYS}
     row["rollout_debug_tensors"] = _fields_of(sample.rollout_debug_tensors)

@@ -66,8 +66,8 @@ class RolloutRequest(BaseModel):
     num_outputs_per_prompt: int | None = Field(None, description="K, the samples of this group; left out, 1.")
     guidance_scale: float | None = None
     true_cfg_scale: float | None = Field(None, description="Qwen-Image's name for its guidance scale.")
-    num_frames: int | None = Field(None, description="For video models; 1 or null here.")
-    fps: int | None = Field(None, description="For video models; ignored here.")
+    num_frames: int | None = Field(None, description="Of a video; 1 or null for picture models.")
+    fps: int | None = Field(None, description="Accepted for compatibility: no model here is conditioned on it.")
     rollout: bool = Field(True, description="false: evaluation, images only.")
     rollout_sde_type: str = Field("sde", max_length=MAX_NAME, description="sde, cps, dance, ode or affine.")
     rollout_noise_level: float = Field(0.7, description="eta, the noise level of the stochastic steps.")
@@ -85,6 +85,7 @@ class RolloutRequest(BaseModel):
     rollout_video_dtype: Literal["uint8"] | None = Field(None, description="The same as `output_dtype`.")
     rid: str | None = Field(None, min_length=1, max_length=128, description="The request's id, for /abort_request.")
 
+    guidance_scale_2: float | None = Field(None, description="For models with two transformers: the second one's.")
     seeds: Items[int] | None = Field(None, description="One seed a sample, instead of `seed + i`.")
     rollout_sde_window_size: int | None = Field(None, description="A contiguous run of that many stochastic steps,")
     rollout_sde_window_range: Items[int] | None = Field(None, description="which lies in steps [low, high).")
@@ -113,8 +114,8 @@ class RolloutRequest(BaseModel):
 
 
 PARAM_NAMES = tuple(field.name for field in fields(RolloutParams))
-NO_USE_HERE = ("image_path", "num_frames", "guidance_scale_2", "boundary_ratio")
-EXTRA_NAMES = ("guidance_scale_2", "boundary_ratio", "quality")  # known in extra_sampling_params alone
+NO_USE_HERE = ("image_path", "boundary_ratio")
+EXTRA_NAMES = ("boundary_ratio", "quality")  # known in extra_sampling_params alone
 
 
 @dataclass(frozen=True)
@@ -281,10 +282,9 @@ def _refuse_what_has_no_use(merged: dict[str, Any]) -> None:
         )
     for name in NO_USE_HERE:
         value = merged.get(name)
-        harmless = value == 1 if name == "num_frames" else value == []
-        if value is not None and (not harmless or isinstance(value, bool)):
+        if value is not None and value != []:
             raise InvalidRequestError(
-                f"the loaded text-to-image model has no use for {name}",
+                f"no model here has a use for {name}",
                 code="unsupported_field",
                 field=name,
                 value=outline(value),

@@ -96,6 +96,7 @@ class RolloutService(EngineService):
             seed=0,
             width=size,
             height=size,
+            num_frames=1,
             num_inference_steps=1,
             rollout=False,
             rollout_debug_mode=False,

@@ -183,6 +183,10 @@ def _recorded_sample(sample: RolloutSample) -> RecordedSample:
         "width": sample.width,
         "height": sample.height,
     }
+    if sample.num_frames is not None:
+        values["num_frames"] = sample.num_frames
+    if sample.rollout_step_transformers is not None:
+        values["step_transformers"] = list(sample.rollout_step_transformers)
     if sample.embedded_guidance is not None:
         values["embedded_guidance"] = float(sample.embedded_guidance)
     return RecordedSample(values, () if log_probs is None else tuple(log_probs.tolist()), prints_of(sample))
