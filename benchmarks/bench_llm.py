@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _batch(report: Report, folder: Path, arguments: Any) -> None:
     prompts = [[(7 * i + 3 * j) % 250 for j in range(arguments.prompt)] for i in range(arguments.batch)]
     params = {"max_new_tokens": arguments.new, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
-    exact, inexact = _llm(folder, arguments), _llm(folder, arguments, deterministic="off")
+    room = arguments.batch * (arguments.prompt + arguments.new + 32)
+    exact, inexact = _llm(folder, arguments, room), _llm(folder, arguments, room, deterministic="off")
     arms = {
         "exact": lambda: exact.generate(prompts, params, return_logprob=True),
         "inexact": lambda: inexact.generate(prompts, params, return_logprob=True),
@@ -113,7 +114,8 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
         for i in range(arguments.requests)
     ]
     tokens = sum(int(p["max_new_tokens"]) for p in params)
-    exact, inexact = _llm(folder, arguments), _llm(folder, arguments, deterministic="off")
+    room = tokens + sum(map(len, prompts)) + 64 * arguments.requests
+    exact, inexact = _llm(folder, arguments, room), _llm(folder, arguments, room, deterministic="off")
     arms = {
         "exact, log-probs": lambda: _fresh(exact).generate(prompts, params, return_logprob=True),
         "inexact, log-probs": lambda: _fresh(inexact).generate(prompts, params, return_logprob=True),
@@ -128,7 +130,7 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
 
 
 def _single(report: Report, folder: Path, arguments: Any) -> None:
-    llm = _llm(folder, arguments)
+    llm = _llm(folder, arguments, arguments.prompt + arguments.new + 64)
     prompt = [[(3 * j) % 250 for j in range(arguments.prompt)]]
     params = {"max_new_tokens": arguments.new, "ignore_eos": True, "temperature": 0.0}
     arms = {"single": lambda: llm.generate(prompt, params, return_logprob=True)}
@@ -158,11 +160,12 @@ def _fresh(llm: LLM) -> LLM:
     return llm
 
 
-def _llm(folder: Path, arguments: Any, **fields: Any) -> LLM:
+def _llm(folder: Path, arguments: Any, tokens: int, **fields: Any) -> LLM:
+    """With room in the KV cache for so many tokens."""
     dummy = "auto" if arguments.shape == "embedded" else "dummy"
     skip = arguments.shape != "embedded"
     settings = {"device": arguments.device, "load_format": dummy, "skip_tokenizer_init": skip, "random_seed": 0}
-    return LLM(config=LLMConfig(str(folder), mem_fraction_static=0.4, **settings, **fields))
+    return LLM(config=LLMConfig(str(folder), max_total_tokens=tokens, **settings, **fields))
 
 
 def _transformers(folder: Path, prompts: list[list[int]], new: int, device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import sys
 import tempfile
@@ -49,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = shape_folder(Path(temporary), arguments.shape)
         for exact in [True, False] if arguments.inexact else [True]:
-            report.results.append(row(folder, arguments, exact=exact))
-            print(report.results[-1], flush=True)
+            for batch in arguments.batch or [256, 1]:
+                report.results.append(row(folder, arguments, batch, exact=exact))
+                print(report.results[-1], flush=True)
+                gc.collect()  # the engine's memory, for the next one
+                torch.cuda.empty_cache()
     report.write(arguments.out)
     return 0
 
@@ -59,7 +63,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile_llm", description=__doc__)
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "profile_llm.json", help="where the result goes")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, action="append", help="sequences; default: 256, then 1")
     parser.add_argument("--context", type=int, default=600, help="tokens of each prompt")
     parser.add_argument("--inexact", action="store_true", help="profile inexact mode as well")
     parser.add_argument("--host", action="store_true", help="print the host's own profile as well")
@@ -67,15 +71,15 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def row(folder: Path, arguments: argparse.Namespace, *, exact: bool) -> dict[str, Any]:
+def row(folder: Path, arguments: argparse.Namespace, batch: int, *, exact: bool) -> dict[str, Any]:
     """Steps of one engine, timed, and its kernels by class."""
     config = LLMConfig(
         str(folder), device="cuda", load_format="dummy", skip_tokenizer_init=True, random_seed=0,
-        mem_fraction_static=0.4, deterministic="on" if exact else "off",
+        max_total_tokens=batch * (arguments.context + 512), deterministic="on" if exact else "off",
     )  # fmt: skip
     with LLM(config=config) as llm:
         engine = llm.engine
-        for i in range(arguments.batch):
+        for i in range(batch):
             tokens = tuple((7 * i + 3 * j) % 10_000 for j in range(arguments.context))
             params = sampling_params({"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.6})
             engine.add_request(str(i), GenerateRequest(input_ids=tokens, sampling=params, seed=i, return_logprob=True))
@@ -112,12 +116,12 @@ def row(folder: Path, arguments: argparse.Namespace, *, exact: bool) -> dict[str
         for name, ms in kernels.items():
             groups[class_of(name)] += ms
         return {
-            "case": f"{arguments.shape}, {arguments.batch} sequences, {'exact' if exact else 'inexact'}",
-            "exactness": str(engine.exactness.describe())[:4000],
+            "case": f"{arguments.shape}, {batch} sequences, {'exact' if exact else 'inexact'}",
+            "graphs": engine.runner.steps.captured,
             "prefill_s": prefill,
-            "prefill_tokens_per_second": arguments.batch * arguments.context / prefill,
+            "prefill_tokens_per_second": batch * arguments.context / prefill,
             "step_ms": step_ms,
-            "tokens_per_second": arguments.batch / step_ms * 1e3,
+            "tokens_per_second": batch / step_ms * 1e3,
             "kernels_ms": sum(kernels.values()),
             "device_waits_ms": step_ms - sum(kernels.values()),
             "kernel_ms": groups,
