@@ -15,7 +15,7 @@ import pytest
 import torch
 from equality import assert_same_bits
 from safetensors.torch import save as file_of
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline
+from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -310,6 +310,7 @@ def on_ranks(
 BUILDERS: dict[str, Callable[[], Any]] = {
     "StableDiffusion3Pipeline": lambda: sd3_pipeline(dual_attention=True),
     "QwenImagePipeline": lambda: qwen_image_pipeline(heads=4),
+    "ZImagePipeline": z_image_pipeline,
 }
 
 
@@ -318,6 +319,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     [
         *((name, Layout(1, 1, 2)) for name in families.names()),
         ("qwen_image", Layout(2, 1, 2)),
+        ("z_image", Layout(2, 1, 2)),
         ("stable_diffusion3", Layout(1, 2, 2)),
     ],
     ids=str,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +12,17 @@ import torch
 from tiny_models import z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
+from diffusion_rl.batch import Conditioning, DenoiseBatch
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import family_for
 from diffusion_rl.models.graphs import _key
+from diffusion_rl.parallel.arrangement import arrange
+from diffusion_rl.parallel.layout import Layout
 from diffusion_rl.rollout.certification import probe_batch
 from diffusion_rl.schedulers.sde import SDESchedulerMixin
 from diffusion_rl.trainer import exact_training
 from engine_control.errors import InvalidRequestError
+from engine_control.groups import RankGroup, Rendezvous
 
 LONG = "a red ball on a green table, photographed from above"  # 92 tokens in the template, so 96 of the transformer's
 FIELDS: dict[str, Any] = {
@@ -100,6 +106,35 @@ def test_a_trainers_own_call_with_captions_of_several_lengths_has_a_ratio_of_exa
         pytest.raises(InvalidRequestError, match="prompts of their own lengths"),
     ):
         policy(list(before), times, captions[:2])
+
+
+@pytest.mark.parametrize("prompts", [("cat", LONG, "dog"), ("cat",)], ids=["mixed", "one"])
+def test_two_ranks_that_share_tokens_predict_the_bits_of_one(
+    pipeline: RolloutPipeline, prompts: tuple[str, ...], tmp_path: Path
+) -> None:
+    whole = pipeline.engine.family
+    short = whole.encode_prompt("x", 128)
+    conditioning = tuple(Conditioning(whole.encode_prompt(p, 128), short, 2.5) for p in prompts)
+    latents = torch.randn(len(prompts), *whole.latent_shape(80, 48), generator=torch.Generator().manual_seed(0))
+    batch = DenoiseBatch(latents, torch.linspace(900, 100, len(prompts)), conditioning, 80, 48)
+    families = [family_for(copy.deepcopy(whole.pipeline)) for _ in range(2)]
+
+    @torch.no_grad()
+    def predict(rank: int) -> torch.Tensor:
+        meeting, family, layout = Rendezvous(str(tmp_path / "store"), 2, timeout_s=30), families[rank], Layout(2, 1, 1)
+
+        def join(name: str, place: int, size: int) -> RankGroup:
+            return meeting.join(name, place, size, family.device, shared_device=False)
+
+        arranged = arrange(
+            rank, layout, family.transformers.values(), family.sequence_spec, guidance="batched", join=join
+        )
+        return family.predict(batch, arrangement=arranged)
+
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        expected = whole.predict(batch)
+        for predicted in pool.map(predict, range(2)):
+            assert torch.equal(predicted, expected)
 
 
 def test_what_the_transformers_positions_do_not_reach_is_refused(pipeline: RolloutPipeline) -> None:
