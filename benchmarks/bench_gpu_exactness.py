@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
-from benchmarks.full_size import SHAPES, asked, run
+from benchmarks.full_size import SHAPES, Computed, asked, computing, run
 from diffusion_rl.batch import Conditioning, DenoiseBatch, Rows
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
-from diffusion_rl.models.runner import Runner, eager
+from diffusion_rl.models.runner import eager
 from diffusion_rl.rollout.compilation import compile_family
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.replay import replay_step
 from diffusion_rl.sample import RolloutSample
-from rl_kernels.mode import LIBRARY, Choices
+from rl_kernels.mode import LIBRARY
 
 KINDS = ("sde", "cps", "dance", "ode")
 LIMIT = (
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         measure.settings_of(arguments),
         limit=LIMIT,
     )
-    ceiling = matmul_ceiling()
+    ceiling = measure.matmul_ceiling(8192, torch.bfloat16, "cuda")
     report.results.append({"case": "matmul ceiling, bf16 8192^3", "tflops": ceiling})
     exact = True
     for shape in arguments.shapes.split(","):
@@ -80,13 +80,6 @@ def main(argv: list[str] | None = None) -> int:
         del family, engine
         torch.cuda.empty_cache()
     return 0 if exact else 1
-
-
-def matmul_ceiling() -> float:
-    """TFLOP/s of a square bf16 product of random numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    series = measure.alternate({"mm": lambda: torch.mm(a, b)}, 10, warmups=3)["mm"]
-    return 2 * 8192**3 / series.median / 1e12
 
 
 def equality(family: ModelFamily, kind: str, size: int) -> dict[str, Any]:
@@ -192,22 +185,10 @@ def cost(
     }
 
 
-@dataclass(frozen=True)
-class Computed:
-    """How a family computes a forward."""
-
-    choices: Choices
-    runner: Runner
-
-
 def forward(family: ModelFamily, batch: DenoiseBatch, how: Computed) -> torch.Tensor:
     """The guided velocity, computed in that way; the family is left as it was."""
-    before = Computed(family.choices, family.runner)
-    family.choices, family.runner = how.choices, how.runner
-    try:
+    with computing(family, how):
         return family.predict(batch)
-    finally:
-        family.choices, family.runner = before.choices, before.runner
 
 
 def timed_batch(family: ModelFamily, group: int, size: int) -> DenoiseBatch:

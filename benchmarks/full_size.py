@@ -1,8 +1,11 @@
-"""Pipelines of full-size shapes with random weights, from public configurations; no download. For a GPU."""
+"""Pipelines of full-size shapes with random weights, from public configurations; no download. For a GPU; the two `tiny`
+ones are for trying what uses them on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,12 @@ from diffusion_rl.batch import PromptEmbeds
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.qwen_image import QwenImageFamily
+from diffusion_rl.models.runner import Runner
 from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.sample import RolloutSample
+from rl_kernels.mode import Choices
 
 SD3_TEXT_TOKENS = 205  # 77 of the CLIPs, 128 of T5: what FlowGRPO trains SD3.5 with
 
@@ -34,7 +39,9 @@ def load(config: EngineConfig, device: str) -> ModelFamily:
     return SHAPES[config.model_path](device)
 
 
-def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffusion3Family:
+def sd35_medium(
+    device: str, dtype: torch.dtype = torch.bfloat16, *, layers: int = 24, heads: int = 24, vae_width: int = 128
+) -> StableDiffusion3Family:
     """The transformer of SD3.5-medium (2.24 B parameters) and its VAE's shape; prompts are random embeddings."""
     transformer = _random_module(
         SD3Transformer2DModel,
@@ -43,11 +50,11 @@ def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffu
         sample_size=128,
         patch_size=2,
         in_channels=16,
-        num_layers=24,
+        num_layers=layers,
         attention_head_dim=64,
-        num_attention_heads=24,
+        num_attention_heads=heads,
         joint_attention_dim=4096,
-        caption_projection_dim=1536,
+        caption_projection_dim=64 * heads,
         pooled_projection_dim=2048,
         out_channels=16,
         pos_embed_max_size=384,
@@ -58,7 +65,7 @@ def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffu
         AutoencoderKL,
         device,
         dtype,
-        block_out_channels=(128, 256, 512, 512),
+        block_out_channels=(vae_width, 2 * vae_width, 4 * vae_width, 4 * vae_width),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=2,
@@ -78,8 +85,23 @@ def sd35_medium(device: str, dtype: torch.dtype = torch.bfloat16) -> StableDiffu
     return _SD3WithRandomText(pipeline)
 
 
-def qwen_image(device: str, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImageFamily:
-    """Qwen-Image at its real width with that many of its 60 blocks; prompts are random embeddings of their length."""
+def qwen_image(device: str, dtype: torch.dtype = torch.bfloat16, *, layers: int, **shape: int) -> QwenImageFamily:
+    """Qwen-Image at its real width with that many of its 60 blocks; prompts are random embeddings of their length.
+    `shape`: as for `qwen_image_modules`."""
+    modules = qwen_image_modules(device, layers, dtype, **shape)
+    return _QwenWithRandomText(QwenImagePipeline(**modules, text_encoder=None, tokenizer=None))
+
+
+def qwen_image_modules(
+    device: str,
+    layers: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    heads: int = 24,
+    text_width: int = 3584,
+    vae_width: int = 96,
+) -> dict[str, Any]:
+    """Transformer, VAE and scheduler of a `QwenImagePipeline`; its real widths if nothing else is said."""
     transformer = _random_module(
         QwenImageTransformer2DModel,
         device,
@@ -89,15 +111,15 @@ def qwen_image(device: str, layers: int, dtype: torch.dtype = torch.bfloat16) ->
         out_channels=16,
         num_layers=layers,
         attention_head_dim=128,
-        num_attention_heads=24,
-        joint_attention_dim=3584,
+        num_attention_heads=heads,
+        joint_attention_dim=text_width,
         axes_dims_rope=(16, 56, 56),
     )
     vae = _random_module(
         AutoencoderKLQwenImage,
         device,
         dtype,
-        base_dim=96,
+        base_dim=vae_width,
         z_dim=16,
         dim_mult=[1, 2, 4, 4],
         num_res_blocks=2,
@@ -116,16 +138,15 @@ def qwen_image(device: str, layers: int, dtype: torch.dtype = torch.bfloat16) ->
         use_dynamic_shifting=True,
         time_shift_type="exponential",
     )
-    pipeline = QwenImagePipeline(
-        transformer=transformer, vae=vae, scheduler=scheduler, text_encoder=None, tokenizer=None
-    )
-    return _QwenWithRandomText(pipeline)
+    return {"transformer": transformer, "vae": vae, "scheduler": scheduler}
 
 
-SHAPES: dict[str, Callable[[str], ModelFamily]] = {
+SHAPES: dict[str, Callable[..., ModelFamily]] = {
     "sd3.5-medium": sd35_medium,
     "qwen-image-6": partial(qwen_image, layers=6),
     "qwen-image": partial(qwen_image, layers=60),
+    "tiny-sd3": partial(sd35_medium, layers=2, heads=2, vae_width=32),
+    "tiny-qwen-image": partial(qwen_image, layers=2, heads=2, vae_width=16),
 }
 
 
@@ -157,6 +178,25 @@ def run(engine: RolloutEngine, requests: dict[str, RolloutParams]) -> dict[str, 
                 raise finished.error
             results[finished.request_id] = finished.result or []
     return results
+
+
+@dataclass(frozen=True)
+class Computed:
+    """How a family computes a forward."""
+
+    choices: Choices
+    runner: Runner
+
+
+@contextmanager
+def computing(family: ModelFamily, how: Computed) -> Iterator[None]:
+    """Inside, the family computes in that way; afterwards as before."""
+    before = Computed(family.choices, family.runner)
+    family.choices, family.runner = how.choices, how.runner
+    try:
+        yield
+    finally:
+        family.choices, family.runner = before.choices, before.runner
 
 
 class _SD3WithRandomText(StableDiffusion3Family):

@@ -67,11 +67,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def alternate(arms: Mapping[str, Callable[[], object]], repeats: int, *, warmups: int = 1) -> dict[str, Series]:
+def alternate(
+    arms: Mapping[str, Callable[[], object]], repeats: int, *, warmups: int = 1, budget: Budget | None = None
+) -> dict[str, Series]:
     """Times each arm `repeats` times, in turn: A B, B A, A B, ..., so that neither drift nor the neighbour favours one.
 
     With more than two arms each round also begins with another one. Garbage that earlier work left is collected
-    before, outside the clock.
+    before, outside the clock. With a budget there is one round, and further ones as long as there is time for them.
     """
     for _ in range(warmups):
         for arm in arms.values():
@@ -83,6 +85,9 @@ def alternate(arms: Mapping[str, Callable[[], object]], repeats: int, *, warmups
     names = list(arms)
     try:
         for repeat in range(repeats):
+            round_s = sum(one.seconds[-1] for one in series.values()) if repeat else 0.0
+            if budget is not None and repeat and not budget.allows(round_s):
+                break
             shift = repeat // 2 % len(names)
             order = names[shift:] + names[:shift]
             for name in order if repeat % 2 == 0 else reversed(order):
@@ -92,12 +97,30 @@ def alternate(arms: Mapping[str, Callable[[], object]], repeats: int, *, warmups
     return series
 
 
+class Budget:
+    """Seconds of wall-clock time that a benchmark may take; what comes last is left out when they are spent."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def allows(self, seconds: float) -> bool:
+        """Whether there is still time for work that takes that long."""
+        return time.monotonic() + seconds < self._end
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Wall-clock seconds of one call, the device's work included."""
     began = time.perf_counter()
     work()
     synchronise()
     return time.perf_counter() - began
+
+
+def matmul_ceiling(side: int, dtype: torch.dtype, device: torch.device | str) -> float:
+    """TFLOP/s of a square product of random numbers."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    series = alternate({"mm": lambda: torch.mm(a, b)}, 10, warmups=3)["mm"]
+    return 2 * side**3 / series.median / 1e12
 
 
 def synchronise() -> None:

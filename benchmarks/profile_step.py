@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +35,20 @@ from rl_kernels.mode import EXACT
 CLASSES: dict[str, tuple[str, ...]] = {
     "fused": ("modulated_norm", "gated_residual", "joint_qkv"),
     "attention": ("sdpa", "fmha", "flash", "attention"),
+    "convolution": (
+        "implicit",
+        "fprop",
+        "conv2d",
+        "conv3d",
+        "convolve",
+        "winograd",
+        "vol2col",
+        "im2col",
+        "nhwc",
+        "nchw",
+    ),
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
+    "host_copy": ("memcpy dtoh", "memcpy htod"),
     "copy": ("copy", "catarray", "memcpy", "memset", "transpose"),
     "norm": ("layer_norm", "layernorm", "rms_norm", "reduce_kernel", "rowwisemoments"),
     "elementwise": ("elementwise", "gelu", "silu"),
@@ -46,6 +59,7 @@ LIMIT = (
     "share of the step is what is left to reach."
 )
 STEPS = 10
+Key = TypeVar("Key", bound=Hashable)
 TEXT_TOKENS = 333
 
 
@@ -135,18 +149,76 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def kernel_times(work: Callable[[], object]) -> Counter[str]:
+def kernel_times(work: Callable[[], object]) -> Mapping[str, float]:
     """Microseconds on the device by kernel name, of one call after one that warms up."""
     work()
+    times: defaultdict[str, float] = defaultdict(float)
+    for name, start, end in kernel_intervals(work)[1]:
+        times[name] += (end - start) * 1e6
+    return times
+
+
+def kernel_intervals(work: Callable[[], object]) -> tuple[float, list[tuple[str, float, float]]]:
+    """Wall-clock seconds of one call, and what ran on the device: `(kernel, start, end)` in seconds, by start."""
     measure.synchronise()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        work()
-        measure.synchronise()
-    times: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name] += event.time_range.elapsed_us()
-    return times
+        seconds = measure.seconds_of(work)
+    intervals = [
+        (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return seconds, sorted(intervals, key=lambda interval: interval[1])
+
+
+def busy_seconds(intervals: Sequence[tuple[str, float, float]]) -> float:
+    """How long at least one kernel ran, given `kernel_intervals`."""
+    busy, until = 0.0, float("-inf")
+    for _, start, end in intervals:
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return busy
+
+
+def longest_gaps(intervals: Sequence[tuple[str, float, float]], most: int = 10) -> list[tuple[float, int, str, str]]:
+    """Between which kernels the device waited longest in all: `(seconds, times, before, after)`, given
+    `kernel_intervals`."""
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    times: Counter[tuple[str, str]] = Counter()
+    last, until = "", float("inf")
+    for name, start, end in intervals:
+        if start > until:
+            seconds[last, name] += start - until
+            times[last, name] += 1
+        if until == float("inf") or end > until:
+            last, until = name, end
+    return [(gap, times[pair], *pair) for pair, gap in _longest(seconds)[:most]]
+
+
+def account_of(work: Callable[[], object]) -> dict[str, Any]:
+    """Where the time of one call goes: kernels by class and the longest ones, the share of the time in which any ran,
+    and between which of them the device waited longest."""
+    seconds, intervals = kernel_intervals(work)
+    classes: defaultdict[str, float] = defaultdict(float)
+    kernels: defaultdict[str, float] = defaultdict(float)
+    for name, start, end in intervals:
+        classes[class_of(name)] += end - start
+        kernels[name[:120]] += end - start
+    return {
+        "seconds_under_the_profiler": seconds,
+        "busy": busy_seconds(intervals) / seconds,
+        "kernels": len(intervals),
+        "ms_by_class": {kind: value * 1e3 for kind, value in _longest(classes)},
+        "longest_kernels": [{"name": name, "ms": value * 1e3} for name, value in _longest(kernels)[:15]],
+        "longest_waits": [
+            {"ms": gap * 1e3, "times": times, "before": before[:60], "after": after[:60]}
+            for gap, times, before, after in longest_gaps(intervals)
+        ],
+    }
+
+
+def _longest(seconds: Mapping[Key, float]) -> list[tuple[Key, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 def class_of(kernel: str) -> str:
@@ -155,7 +227,9 @@ def class_of(kernel: str) -> str:
     return next((group for group, words in CLASSES.items() if any(w in name for w in words)), OTHER)
 
 
-def row_of(name: str, times: Counter[str], rest: Counter[str], seconds: dict[str, measure.Series]) -> dict[str, Any]:
+def row_of(
+    name: str, times: Mapping[str, float], rest: Mapping[str, float], seconds: dict[str, measure.Series]
+) -> dict[str, Any]:
     """Kernel time of the forward by class and of the rest of the step, and what each is of the step."""
     groups = dict.fromkeys([*CLASSES, OTHER], 0.0)
     for kernel, microseconds in times.items():
@@ -168,7 +242,7 @@ def row_of(name: str, times: Counter[str], rest: Counter[str], seconds: dict[str
         "scheduler_ms": seconds["scheduler"].median * 1e3,
         "kernel_ms": {group: us / 1e3 for group, us in groups.items()},
         "shares_of_step": {group: us / step for group, us in groups.items()},
-        "longest_kernels": [{"name": k[:120], "class": class_of(k), "ms": us / 1e3} for k, us in times.most_common(15)],
+        "longest_kernels": [{"name": k[:120], "class": class_of(k), "ms": us / 1e3} for k, us in _longest(times)[:15]],
     }
 
 

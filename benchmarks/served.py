@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ class Served:
 
 
 @contextmanager
-def served(model: str) -> Iterator[Served]:
-    """Serves `model` until the block ends."""
+def served(model: str, arguments: Sequence[str] = ()) -> Iterator[Served]:
+    """Serves `model` until the block ends; `arguments` are further ones of `serve`."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_service(model, port=0, log=Path(folder) / "service.log") as service,
+        running_service(model, port=0, log=Path(folder) / "service.log", arguments=arguments) as service,
     ):
         service.wait_ready()
         with RolloutClient(service.url) as client:

@@ -14,6 +14,7 @@ from benchmarks import (
     bench_collecting,
     bench_encoding,
     bench_exactness_cost,
+    bench_http_rollout,
     bench_kernels,
     bench_llm,
     bench_memory,
@@ -24,12 +25,18 @@ from benchmarks import (
     bench_refit,
     bench_rollout,
     bench_step_batching,
+    make_checkpoint,
     profile_step,
     run_all,
 )
-from benchmarks.measure import Series, alternate, quartiles, ratio
-from benchmarks.plain_diffusers import PlainRollout, plain_rollout
+from benchmarks.full_size import SHAPES, run
+from benchmarks.measure import Budget, Series, alternate, quartiles, ratio
+from benchmarks.plain_diffusers import PlainRollout, plain_rollout, roll_out
+from benchmarks.rollout_subject import NOISE_LEVEL, Subject
 from diffusion_rl.assets import embedded_model_path
+from diffusion_rl.config import EngineConfig
+from diffusion_rl.rollout.engine import RolloutEngine
+from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 
 KEYS = {
     "benchmark",
@@ -47,7 +54,7 @@ SMALLEST = {
     "collecting": (bench_collecting.main, "--batch 1 --steps 1 --profiled-calls 1"),
     "exactness_cost": (bench_exactness_cost.main, "--rows 2"),
     "prefix_sharing": (bench_prefix_sharing.main, "--groups 2 --first-steps 1 --steps 2"),
-    "rollout": (bench_rollout.main, "--groups 1,2 --steps 1 --matmul-size 64"),
+    "rollout": (bench_rollout.main, "--batch 1,2 --steps 1 --matmul-size 64 --arrivals 2"),
     "ranks": (
         bench_ranks.main,
         "--cases wide --layouts sp2 --group 1 --steps 1 --width 64 --layers 1 --size 64",
@@ -66,7 +73,7 @@ SMALLEST = {
         "--cases safetensors --group 2 --steps 2 --early 2 --late 4 --flat-group 1 --flat-steps 1",
     ),
 }
-NEED_A_GPU = {"gpu_exactness", "gpu_ranks", "kernels"}
+NEED_A_GPU = {"gpu_exactness", "gpu_ranks", "http_rollout", "kernels"}
 needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), reason="the embedded model is not here")
 
 
@@ -74,7 +81,7 @@ needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), re
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_leaves_a_complete_report(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main, options = SMALLEST[name]
-    report = run(main, [*options.split(), "--repeats", "1"], tmp_path / "results" / f"{name}.json")
+    report = report_of(main, [*options.split(), "--repeats", "1"], tmp_path / "results" / f"{name}.json")
     assert set(report) == KEYS
     assert report["benchmark"] == name
     assert report["question"].endswith("?")
@@ -98,6 +105,60 @@ def test_a_benchmark_whose_samples_differ_says_so_and_fails(
     options = ["--requests", "2", "--groups", "2,2", "--steps", "2", "--no-http", "--repeats", "1"]
     assert bench_step_batching.main([*options, "--out", str(tmp_path / "report.json")]) == 1
     assert "NOT THE SAME: the plain loop's pictures" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_made_and_served_and_its_replies_are_taken_apart(tmp_path: Path) -> None:
+    assert make_checkpoint.main([str(tmp_path / "model"), "--tiny", "--layers", "2"]) == 0
+    options = f"--model {tmp_path / 'model'} --size 64 --steps 2 --groups 2 --concurrency 1,2 --repeats 1"
+    report = report_of(bench_http_rollout.main, options.split(), tmp_path / "report.json")
+    rows = {row["name"]: row for row in report["results"] if row.get("concurrency") == 1}
+    assert set(rows) == {"all", "pictures", "latents"}
+    assert rows["all"]["megabytes"] > rows["pictures"]["megabytes"] > rows["latents"]["megabytes"] > 0
+    assert report["ratios"]["images_per_s, all, 2 at once, group 2"] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["tiny-sd3", "tiny-qwen-image"])
+def test_the_plain_loop_rolls_out_what_the_engine_does_given_equal_noise(shape: str) -> None:
+    family = SHAPES[shape]("cpu", torch.float32)
+    engine, size = RolloutEngine(family, EngineConfig(deterministic="off")), (64, 64)
+    subject = Subject(engine, size, 2, None, {})
+    samples = run(engine, {"one": subject.request(2, **bench_rollout.TRAJECTORY)})["one"]
+    seeds = [sample.seed for sample in samples]
+
+    def same_noise(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+        if step < 0:
+            return family.pack(
+                normal_noise(seeds, NoiseStream.INITIAL_LATENT, [0, 0], family.initial_noise_shape(*size))
+            )
+        return normal_noise(seeds, NoiseStream.STEP, [step] * 2, shape[1:])
+
+    plain = roll_out(subject.plain(2), steps=2, noise_level=NOISE_LEVEL, noise=same_noise)
+    for index, sample in enumerate(samples):
+        assert plain.pictures is not None
+        assert sample.dit_trajectory is not None
+        assert sample.rollout_log_probs is not None
+        torch.testing.assert_close(plain.states[index], sample.dit_trajectory.latents, rtol=0, atol=1e-4)
+        torch.testing.assert_close(plain.log_probs[index], sample.rollout_log_probs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(plain.pictures[index], sample.generated_output, rtol=0, atol=1e-3)
+
+
+def test_a_benchmark_ends_with_its_budget_but_not_before_its_first_round() -> None:
+    order: list[str] = []
+    series = alternate({"A": lambda: order.append("A")}, 5, warmups=0, budget=Budget(0))
+    assert order == ["A"]
+    assert len(series["A"].seconds) == 1
+    assert len(alternate({"A": lambda: None}, 3, warmups=0, budget=Budget(60))["A"].seconds) == 3
+
+
+def test_time_in_which_kernels_overlap_counts_once() -> None:
+    assert profile_step.busy_seconds([("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 1.5, 2.5), ("d", 5.0, 6.0)]) == 4.0
+    assert profile_step.busy_seconds([]) == 0.0
+
+
+def test_a_wait_is_known_by_the_kernels_around_it() -> None:
+    kernels = [("a", 0.0, 4.0), ("b", 1.0, 2.0), ("c", 5.0, 6.0), ("a", 6.0, 7.0), ("c", 9.0, 9.5)]
+    assert profile_step.longest_gaps(kernels) == [(3.0, 2, "a", "c")]
 
 
 def test_arms_are_timed_in_turn_and_each_begins_as_often() -> None:
@@ -137,6 +198,9 @@ def test_a_benchmark_that_needs_a_gpu_says_so(main: Callable[[Sequence[str]], in
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norm"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
         ("gated_residual", "fused"),
+        ("Memcpy DtoH (Device -> Pageable)", "host_copy"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", "convolution"),
         ("something_new", "other"),
     ],
 )
@@ -144,7 +208,7 @@ def test_a_kernel_is_classed_by_its_name(kernel: str, expected: str) -> None:
     assert profile_step.class_of(kernel) == expected
 
 
-def run(main: Callable[[Sequence[str]], int], options: list[str], out: Path) -> dict[str, Any]:
+def report_of(main: Callable[[Sequence[str]], int], options: list[str], out: Path) -> dict[str, Any]:
     assert main([*options, "--out", str(out)]) == 0
     report: dict[str, Any] = json.loads(out.read_text())
     return report
