@@ -125,6 +125,8 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         paged_attention(torch.zeros(2, 4, 16), cache, cache, plan, scale=1.0)
     with pytest.raises(ValueError, match="kv_heads that divide 3"):
         paged_attention(torch.zeros(1, 3, 16), cache, cache, plan, scale=1.0)
+    with pytest.raises(ValueError, match=r"a positive scale, got -1\.0"):
+        paged_attention(torch.zeros(1, 4, 16), cache, cache, plan, scale=-1.0)
     with pytest.raises(ValueError, match="no gradient"):
         paged_attention(torch.zeros(1, 4, 16, requires_grad=True), cache, cache, plan, scale=1.0)
 

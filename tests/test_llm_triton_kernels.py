@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ import pytest
 import torch
 from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, whole
 
-import rl_kernels.paged_attention as paged
-from rl_kernels.certify_paged import certify_paged_attention
+import rl_kernels.certify_paged as certify
+import rl_kernels.paged_launch as paged_launch
+from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
-from rl_kernels.paged_attention import BLOCKS, PROGRAM, TILE, PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_launch import BLOCKS, TILE
+from rl_kernels.verdict_cache import forget
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +44,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 SMALL = [(4, 2, 16), (3, 1, 48)]  # heads, kv_heads, head_dim
 SHAPES = SMALL if INTERPRETED else [*SMALL, (32, 8, 128), (16, 8, 64), (14, 2, 64), (8, 8, 80)]
 WIDTHS = [192] if INTERPRETED else [64, 192, 896, 2048, 2560]  # a quarter is a head, of a multiple of 16
-SPLIT = TILE // 2 if INTERPRETED else paged.SPLIT  # the interpreter is slow
+SPLIT = TILE // 2 if INTERPRETED else paged_launch.SPLIT  # the interpreter is slow
 LENGTHS = [1, SPLIT, 3 * SPLIT + 13] if INTERPRETED else [1, TILE - 1, TILE, SPLIT, 2 * SPLIT + 77, 1500]
 ALL = slice(None)
 
@@ -55,7 +59,7 @@ widths = pytest.mark.parametrize("width", WIDTHS)
 @pytest.fixture(autouse=True)
 def _on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(paged, "SPLIT", SPLIT)
+    monkeypatch.setattr(paged_launch, "SPLIT", SPLIT)
     with interpreted_kernels() if INTERPRETED else nullcontext():
         yield
 
@@ -103,6 +107,42 @@ def test_a_token_decoded_over_split_contexts_has_the_bits_of_the_prefill(
         for split in (True, False):
             found = memory.attend(talks, batch, width=8 * SPLIT // 16, split=split)
             assert all(torch.equal(x, expected[s][first:end]) for x, (s, first, end) in zip(found, batch, strict=True))
+
+
+def with_a_larger_block(monkeypatch: pytest.MonkeyPatch, *, tile: int) -> torch.dtype:
+    """Gives the first of `DTYPES` two kinds of blocks, the larger one with tiles of its own; returns that dtype."""
+    small = BLOCKS[DTYPES[0]][0]
+    blocks = (small, replace(small, rows=2 * small.rows, tile=tile))
+    monkeypatch.setitem(BLOCKS, DTYPES[0], blocks)
+    return DTYPES[0]
+
+
+@runs
+def test_sequences_of_many_and_of_few_queries_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = with_a_larger_block(monkeypatch, tile=BLOCKS[DTYPES[0]][0].tile)
+    talks = Conversations.of([130, 9, 61, 100], (4, 2, 16), dtype, DEVICE)
+    expected = whole(talks)
+    memory = Memory(talks, 16, random.Random(0))
+    batch = [(0, 129, 130), (1, 0, 9), (2, 60, 61), (3, 40, 100), (0, 3, 11)]
+    for (s, first, end), found in zip(batch, memory.attend(talks, batch), strict=True):
+        assert torch.equal(found, expected[s][first:end]), (s, first, end)
+
+
+@runs
+def test_where_larger_blocks_give_other_bits_prompts_are_certified_in_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtype = with_a_larger_block(monkeypatch, tile=BLOCKS[DTYPES[0]][0].tile // 2)
+    monkeypatch.setattr(certify, "LENGTHS", (max(SPLIT, TILE) + 9, 3))
+    monkeypatch.setattr(certify, "CHUNKS", (1, 9))
+    monkeypatch.setattr(certify, "DECODED", (SPLIT + 1,))
+    forget()
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 16, "page_size": 16}
+    found = certify_paged_attention(torch.device(DEVICE), **sizes, dtype=dtype)
+    forget()
+    assert found.implementation == UNIFORM
+    assert found.failed_at is not None
+    assert found.failed_at.startswith("triton: ")
 
 
 @runs
@@ -266,20 +306,20 @@ def test_a_drawn_tokens_log_prob_is_that_of_the_whole_row() -> None:
 # --- compiled without a GPU -----------------------------------------------------------------------------------------
 
 
+LARGEST_SPILL = 32  # bytes a thread
+HEADS = {"KV_HEADS": 8, "SHARED": 4, "BLOCK_SHARED": 4, "SPLIT": SPLIT, "HEAD_DIM": 128, "BLOCK_D": 128}
+
+
 def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
-    """Every kernel at the shapes of Qwen3-8B: file, name, constants, warps."""
-    heads = {"KV_HEADS": 8, "SHARED": 4, "BLOCK_SHARED": 4, "SPLIT": SPLIT, "HEAD_DIM": 128, "BLOCK_D": 128}
-    attention = {**heads, "SCALE": 0.1275, "PAGE": 16, "TILE": 0, "ROWS": 0}  # those by dtype
-    warps, width, vocabulary = warps_for(PROGRAM), 4096, 151936
+    """Every kernel at the shapes of Qwen3-8B but attention's: file, name, constants, warps."""
+    width, vocabulary = 4096, 151936
     norm = {"EPS": 1e-6, "WIDTH": width, "BLOCK": width, "INNER": 1, "ROWS": 1}
     head_norm = {"EPS": 1e-6, "WIDTH": 128, "BLOCK": 128, "INNER": 32, "ROWS": 16, "ADD": False}
     rotary = {"HEADS": 32, "BLOCK_HEADS": 32, "HALF": 64, "BLOCK": 64}
     silu = {"WIDTH": 12288, "BLOCK": 1024, "LARGEST_EXPONENT": 88.0}
     row = {"WIDTH": vocabulary, "BLOCK": 4096}
     return [
-        ("paged_attention", "paged_attention", attention, warps),
-        ("paged_attention", "attend_splits", attention, warps),
-        ("paged_attention", "merge_splits", heads, warps_for(512)),
+        ("paged_attention", "merge_splits", {**HEADS, "SCALE": 0.1275}, warps_for(512)),
         ("paged_attention", "store_kv", {"WIDTH": 1024, "BLOCK": 1024}, warps_for(1024)),
         ("rms_norm", "rms_norm", {**norm, "ADD": True}, warps_for(width)),
         ("rms_norm", "rms_norm", head_norm, warps_for(2048)),
@@ -295,26 +335,21 @@ def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
 
 
 FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best")
-LONG = ("slots", "positions", "ids", "keys", "tokens", "drawn")
+LONG = ("slots", "positions", "ids", "tokens", "drawn")
 INTEGERS = {"greedy": "*u8", "pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
 LOGARITHMS = ("log_softmax_gather", "gumbel_argmax", "draw_tokens")  # in fp32, whatever the model's dtype
 
 
-@compiles
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("file", "name", "constants", "warps"), configurations())
-def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
-    file: str, name: str, constants: dict[str, Any], warps: int, dtype: str
-) -> None:
+def compiled_alone(file: str, name: str, dtype: str, constants: dict[str, Any], **options: int) -> Any:
+    """A kernel compiled for a Hopper GPU, with pointers to that dtype unless its argument's name says otherwise."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
-    if "ROWS" in constants and file == "paged_attention":
-        rows, tile = BLOCKS[torch.float32 if dtype == "fp32" else torch.bfloat16]
-        constants = {**constants, "ROWS": rows, "TILE": tile}
-    own = "fp32" if file in LOGARITHMS else dtype
+    kinds = {**INTEGERS, **dict.fromkeys(FP32, "*fp32")}
+    if file in LOGARITHMS:
+        kinds["keys"] = "*i64"
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -322,12 +357,42 @@ def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
         elif argument in kernel.do_not_specialize:
             signature[argument] = "i32"
         else:
-            signature[argument] = INTEGERS.get(argument, "*fp32" if argument in FP32 else f"*{own}")
+            signature[argument] = kinds.get(argument, f"*{dtype}")
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, **COMPILED}
-    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    products = dtype == "fp32" and name in ("paged_attention", "attend_splits")
-    if not products and file not in LOGARITHMS:  # fp32 products are made of them, and so is a logarithm
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **COMPILED})
+
+
+@compiles
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("file", "name", "constants", "warps"), configurations())
+def test_a_kernel_compiles_without_fused_multiply_adds(
+    file: str, name: str, constants: dict[str, Any], warps: int, dtype: str
+) -> None:
+    own = "fp32" if file in LOGARITHMS else dtype
+    assembly = compiled_alone(file, name, own, constants, num_warps=warps).asm["ptx"]
+    if file not in LOGARITHMS:  # a logarithm is made of them
         assert not re.search(r"\bfma\.", assembly)
     assert ".local" not in assembly
+
+
+@compiles
+@pytest.mark.parametrize("name", ["paged_attention", "attend_splits"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_block_of_attention_takes_the_shared_memory_that_is_said_and_spills_next_to_nothing(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    from triton import knobs
+
+    for block in BLOCKS[dtype] if name == "paged_attention" else BLOCKS[dtype][:1]:
+        sizes = {**HEADS, "SCALE": 0.1275, "PAGE": 16, "ROWS": block.rows, "TILE": block.tile}
+        short = "fp32" if dtype == torch.float32 else "bf16"
+        options = {"num_warps": block.warps, "num_stages": block.stages}
+        found = compiled_alone("paged_attention", name, short, sizes, **options)
+        assert 1024 * (block.kibibytes - 4) < found.metadata.shared <= 1024 * block.kibibytes
+        (tmp_path / "kernel").write_bytes(found.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(tmp_path / "kernel")]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        spilled = re.search(r" STACK:(\d+) ", usage)
+        assert spilled is not None
+        assert int(spilled[1]) <= LARGEST_SPILL, (block, usage)

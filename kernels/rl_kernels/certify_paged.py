@@ -2,29 +2,35 @@
 
 The probe writes random sequences into shuffled pages and computes each by itself, in one prefill. Then it wants the
 same bits from a batch of all, from chunks of every size, and from single tokens, alone and together, with contexts
-split over programs and whole; and it compares the prefill with the definition.
+split over programs and whole; and it compares the prefill with the definition. A GPU computes prompts in larger blocks
+than single tokens; if that gives other bits there, prompts in the blocks of single tokens are tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from rl_kernels.fused import runs_on_triton
-from rl_kernels.paged_attention import SPLIT, TILE, PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_launch import SPLIT, TILE
 from rl_kernels.settings import exact_library_settings
 from rl_kernels.verdict_cache import Question, Verdict, VerdictCache, find_verdict
 
 # Tokens of a sequence: at, before and behind where a tile and a split end.
 LENGTHS = (1, TILE - 1, TILE + 1, SPLIT, 2 * SPLIT + TILE + 13)
-CHUNKS = (1, 7, TILE, SPLIT + 44)  # tokens of a sequence in one call; a sequence's last one is what is left
+# Tokens of a sequence in one call, in blocks of every kind; a sequence's last one is what is left.
+CHUNKS = (1, 2, 3, 7, 12, 20, TILE, SPLIT + 44)
+SHORT = 4  # chunks up to so many tokens are tried at the first positions only
 DECODED = (1, 2, TILE, TILE + 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1)  # contexts of single tokens
 SPARE_COLUMNS = 33  # of a page table wider than its longest sequence
 # The distance from the definition: of one rounding, and in half precision of the probabilities' too.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+
+UNIFORM = "triton, prompts in the blocks of single tokens"
 
 Call = tuple[int, int, int]  # sequence, first position, end: what one call computes of a sequence
 
@@ -39,20 +45,31 @@ def certify_paged_attention(
     page_size: int,
     cache: VerdictCache | None = None,
 ) -> Verdict:
-    """Whether a row's bits depend on its own sequence alone. implementation: `triton`, or `twin` where no kernel
-    serves such heads; None, with the reason in `failed_at`, where it doesn't hold."""
+    """Whether a row's bits depend on its own sequence alone. implementation: `triton`; `UNIFORM` where it holds only if
+    `paged_attention` is told `uniform`; `twin` where no kernel serves such heads; None where it doesn't hold. failed_at
+    says why it isn't the first."""
     device = torch.device(device)
-    serving = "triton" if runs_on_triton(torch.empty(0, device=device), head_dim) else "twin"
+    candidates = ("triton", UNIFORM) if runs_on_triton(torch.empty(0, device=device), head_dim) else ("twin",)
     name = f"paged_attention {heads}x{kv_heads}x{head_dim} {str(dtype).removeprefix('torch.')}"
-    question = Question(name, (serving,), f"pages of {page_size}")
+    question = Question(name, candidates, f"pages of {page_size}")
     with torch.no_grad(), exact_library_settings():
         sequences = partial(_Sequences.random, device, (heads, kv_heads, head_dim), dtype=dtype, page_size=page_size)
 
         def probe() -> Verdict:
-            wrong = _first_failure(sequences())
-            return Verdict(name, None if wrong else serving, (serving,), wrong and f"{serving}: {wrong}")
+            return _verdict(name, candidates, sequences())
 
         return find_verdict(question, device, probe, cache=cache)
+
+
+def _verdict(name: str, candidates: tuple[str, ...], sequences: _Sequences) -> Verdict:
+    """The first candidate that keeps the promise."""
+    wrong: list[str] = []
+    for candidate in candidates:
+        found = _first_failure(replace(sequences, uniform=candidate == UNIFORM))
+        if found is None:
+            return Verdict(name, candidate, candidates, "; ".join(wrong) or None)
+        wrong.append(f"{candidate}: {found}")
+    return Verdict(name, None, candidates, "; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ class _Sequences:
     value_cache: torch.Tensor
     pages: tuple[tuple[int, ...], ...]
     page_size: int
+    uniform: bool = False
 
     @classmethod
     def random(
@@ -110,7 +128,8 @@ class _Sequences:
             width=max(map(len, pages)) + spare,
         )
         query = torch.cat([self.queries[s][first:end] for s, first, end in calls])
-        out = paged_attention(query, self.key_cache, self.value_cache, plan, scale=self.scale, split=split)
+        caches = self.key_cache, self.value_cache
+        out = paged_attention(query, *caches, plan, scale=self.scale, split=split, uniform=self.uniform)
         return out.split(sizes)
 
     def defined(self, sequence: int) -> torch.Tensor:
@@ -143,8 +162,8 @@ def _batches() -> Iterator[tuple[str, list[Call], bool | None]]:
     yield "all prefilled in one batch", [(s, 0, n) for s, n in enumerate(LENGTHS)][::-1], None
     for size in CHUNKS:
         steps = range(0, max(LENGTHS), size)
-        if size == 1:
-            steps = range(0, TILE + 2)
+        if size <= SHORT:
+            steps = range(0, TILE + 2, size)
         for first in steps:
             chunk = [(s, first, min(first + size, n)) for s, n in enumerate(LENGTHS) if first < n]
             yield f"chunks of {size}", chunk, None

@@ -33,7 +33,8 @@ class Choices:
     linear: by (K, N, dtype), a name of `linear.IMPLEMENTATIONS`; attention_per_sample: classes (heads, D, dtype) that
     are attended row by row. What isn't listed gets `default_linear`, and one call for all rows. exact=False leaves
     the process's library switches alone. folded_means: classes (K, dtype) whose mean over the last dimension is
-    `reduce.folded_mean`. fused: `exact_forward` uses the fused forwards that it is given.
+    `reduce.folded_mean`. fused: `exact_forward` uses the fused forwards that it is given. uniform_blocks: paged
+    attention computes prompts in the blocks of single tokens.
     """
 
     linear: Mapping[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Choices:
     exact: bool = True
     fused: bool = False
     folded_means: frozenset[tuple[int, torch.dtype]] = frozenset()
+    uniform_blocks: bool = False
 
 
 EXACT = Choices()

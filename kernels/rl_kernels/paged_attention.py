@@ -2,16 +2,18 @@
 
 The bits of a query row depend on its own query, its position, and its sequence's keys and values up to there; not on
 the batch, on how many queries of the sequence are computed in the same call, on where the pages lie, or on how wide the
-page table is. So a sequence's keys are always cut into the same tiles, `TILE` keys each from position 0 on, every
-product has the same shape, and what tiles give is added up in their order. Tiles behind a row's position add zeros.
+page table is. So a sequence's keys are always cut into the same tiles, `TILE` keys each from position 0 on, and what
+tiles give is added up in their order. Tiles behind a row's position add zeros. On a CPU every product has the same
+shape. On a GPU every sum over a tile's keys is a matrix product, whose rows are the same in blocks of any size; where a
+device's instructions for large and for small blocks add up differently, certification finds out, and prompts are
+computed in the blocks of single tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -27,18 +29,11 @@ from rl_kernels.fused import (
     seen_by_modes,
     units,
 )
+from rl_kernels.paged_launch import TILE, Launch, attend_on_gpu
 
-TILE = 64  # keys that one product covers
 ROWS = 8  # CPU: query rows of a product, tokens x heads that share a kv head, as many whole tokens as fit
 SMALLEST_EXPONENT = -80.0  # CPU: exp of it is 2e-35, far from what fp32 can't hold
 GROUP_BYTES = 8 * 2**20  # CPU: of gathered tiles and scores, what stays in its cache
-# GPU: query rows of a program and keys of a tile, for prompts and for single tokens alike: other sizes, other sums.
-# fp32 has no tensor cores without rounding; larger blocks of it don't fit into registers.
-BLOCKS = {torch.bfloat16: (32, TILE), torch.float16: (32, TILE), torch.float32: (16, TILE // 2)}
-PROGRAM = 2048  # GPU: what `launch` gives four warps for
-SPLIT = 256  # GPU: keys that are summed up by themselves; a multiple of TILE
-BUSY = 2  # GPU: programs a processor has to be given before splitting a context gains nothing
-LOG2_E = 1.4426950408889634
 MAX_ROW_BLOCK = 2048  # GPU: elements of a row that one program of store_kv copies
 
 
@@ -60,6 +55,7 @@ class PagedPlan:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     _layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict, compare=False, repr=False)
+    _launches: dict[tuple[int, ...], tuple[Launch, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -99,7 +95,7 @@ class PagedPlan:
     @property
     def longest_query(self) -> int:
         """Of any sequence; 0 without one."""
-        return max((b - a for a, b in zip(self.starts, self.starts[1:], strict=False)), default=0)
+        return max((b - a for a, b in pairwise(self.starts)), default=0)
 
 
 @dataclass(frozen=True)
@@ -163,6 +159,7 @@ def paged_attention(
     *,
     scale: float,
     split: bool | None = None,
+    uniform: bool = False,
 ) -> torch.Tensor:
     """`softmax(scale * q k^T) v` over each row's sequence up to its own position: query and result `[N, heads, D]`.
 
@@ -170,21 +167,21 @@ def paged_attention(
     h // (heads / kv_heads). fp32 inside, rounded once; on a GPU in half precision the
     probabilities are rounded too. It has no gradient. split: on a GPU, whether single queries of a whole batch
     are spread over programs along their contexts; None lets the number of programs decide. It changes no bits.
+    uniform: on a GPU, whether prompts are computed in the blocks of single tokens: slower, for a device where larger
+    blocks are found to give other bits.
 
     Raises:
-        ValueError: shapes that don't fit the plan, several dtypes or devices, or a query that requires a gradient.
+        ValueError: shapes that don't fit the plan, several dtypes or devices, a scale that isn't positive, or a query
+            that requires a gradient.
     """
     _check(query, key_cache, value_cache, plan)
+    if not scale > 0:
+        raise ValueError(f"paged_attention takes a positive scale, got {scale}; negate the queries instead")
     if not query.numel():
         return torch.empty_like(query)
     if not runs_on_triton(query, query.shape[2]):
         return _in_torch(query, key_cache, value_cache, plan, scale=scale)
-    if plan.longest_query > 1:
-        split = False
-    elif split is None:
-        split = _leaves_processors_idle(query.device, len(plan.lengths) * key_cache.shape[1])
-    attend = _launch_splits if split else _launch_whole
-    return attend(readable(query), key_cache, value_cache, plan, scale=scale)
+    return attend_on_gpu(readable(query), key_cache, value_cache, plan, scale=scale, split=split, uniform=uniform)
 
 
 def _check(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan) -> None:
@@ -303,82 +300,6 @@ def _group(
     seen = (~hidden).float()
     unseen = torch.zeros_like(seen).masked_fill_(hidden, -torch.inf)
     return _Group((row + token).to(device), keys.contiguous().to(device), unseen.to(device), seen.to(device), tiles)
-
-
-def _leaves_processors_idle(device: torch.device, programs: int) -> bool:
-    if device.type != "cuda":
-        return False
-    return programs < BUSY * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _constants(query: torch.Tensor, cache: torch.Tensor, plan: PagedPlan, *, scale: float) -> dict[str, Any]:
-    _, heads, head_dim = query.shape
-    shared = heads // cache.shape[1]
-    rows, tile = BLOCKS[query.dtype]
-    return {
-        "SCALE": scale * LOG2_E,
-        "PAGE": plan.page_size,
-        "KV_HEADS": cache.shape[1],
-        "SHARED": shared,
-        "BLOCK_SHARED": block_of(shared),
-        "TILE": tile,
-        "SPLIT": SPLIT,
-        "ROWS": max(rows, block_of(shared)),
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_of(head_dim),
-    }
-
-
-def _launch_whole(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
-) -> torch.Tensor:
-    """A program for so many rows of a sequence and a kv head. The grid depends on the plan's host numbers alone."""
-    from rl_kernels.jit.paged_attention import paged_attention as kernel
-
-    constants = _constants(query, key_cache, plan, scale=scale)
-    blocks = -(-plan.longest_query // (constants["ROWS"] // constants["BLOCK_SHARED"]))
-    out = query.new_empty(query.shape)
-    launch(
-        kernel,
-        (blocks, key_cache.shape[1], len(plan.lengths)),
-        *(query, key_cache, value_cache, plan.page_table, plan.query_starts, plan.context_lengths, out),
-        *(plan.page_table.stride(0), units(query, 0), units(query, 1)),
-        block=PROGRAM,
-        **constants,
-    )
-    return out
-
-
-def _launch_splits(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: PagedPlan, *, scale: float
-) -> torch.Tensor:
-    """For one query a sequence: a program for each split of a context, and one that merges them. There are as many
-    programs as the page table has room for; those behind a context do nothing."""
-    from rl_kernels.jit.paged_attention import attend_splits, merge_splits
-
-    constants = _constants(query, key_cache, plan, scale=scale)
-    sequences, (_, heads, head_dim) = len(plan.lengths), query.shape
-    splits = -(-plan.page_table.shape[1] * plan.page_size // SPLIT)
-    tops, totals = query.new_empty(2, sequences, splits, heads, dtype=torch.float32)
-    parts = query.new_empty(sequences, splits, heads, head_dim, dtype=torch.float32)
-    launch(
-        attend_splits,
-        (splits, key_cache.shape[1], sequences),
-        *(query, key_cache, value_cache, plan.page_table, plan.context_lengths, tops, totals, parts),
-        *(plan.page_table.stride(0), units(query, 0), units(query, 1), splits),
-        block=PROGRAM,
-        **constants,
-    )
-    out = query.new_empty(query.shape)
-    names = ("KV_HEADS", "SHARED", "BLOCK_SHARED", "SPLIT", "HEAD_DIM", "BLOCK_D")
-    launch(
-        merge_splits,
-        (key_cache.shape[1], sequences),
-        *(plan.context_lengths, tops, totals, parts, out, splits),
-        block=constants["BLOCK_SHARED"] * constants["BLOCK_D"],
-        **{name: constants[name] for name in names},
-    )
-    return out
 
 
 def _launch_store(

@@ -8,6 +8,7 @@ passes; then the whole model, with those: a sequence at once, in chunks, token b
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,7 @@ from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Exactness, Verdict, certify, record
-from rl_kernels.certify_paged import certify_paged_attention
+from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
 from rl_kernels.mode import LIBRARY
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,10 @@ def certify_model(runner: ModelRunner) -> Certificate:
     try:
         recorded = record(lambda: _in_exact_mode(runner))
         certificate = certify(recorded, runner.device)
-        verdicts: tuple[Verdict, ...] = (*certificate.verdicts, _attention(runner))
-        certificate = Certificate(certificate.device, verdicts, certificate.choices)
+        attention = _attention(runner)
+        verdicts: tuple[Verdict, ...] = (*certificate.verdicts, attention)
+        choices = replace(certificate.choices, uniform_blocks=attention.implementation == UNIFORM)
+        certificate = Certificate(certificate.device, verdicts, choices)
         if not certificate.exact and runner.model.tensor_parallel.size == 1:
             return certificate
         runner.choices = certificate.choices  # ranks compute the whole together, whatever each has found by itself

@@ -23,16 +23,19 @@ LOGIT_ROWS = 512  # whose logits exist at the same time: 300 MB of a vocabulary 
 class PagedKV:
     """The `Attention` that a forward is lent: it keeps keys and values in the cache, and attends over pages."""
 
-    def __init__(self, cache: KVCache, plan: PagedPlan, slots: torch.Tensor, scale: float) -> None:
+    def __init__(
+        self, cache: KVCache, plan: PagedPlan, slots: torch.Tensor, *, scale: float, uniform_blocks: bool
+    ) -> None:
         self._layers = cache.layers()
         self._plan = plan
         self._slots = slots
         self._scale = scale
+        self._uniform = uniform_blocks
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = self._layers[layer]
         store_kv(key, value, keys, values, self._slots)
-        return paged_attention(query, keys, values, self._plan, scale=self._scale)
+        return paged_attention(query, keys, values, self._plan, scale=self._scale, uniform=self._uniform)
 
 
 class ModelRunner:
@@ -106,7 +109,8 @@ class ModelRunner:
 
     def hidden_states(self, inputs: ForwardInputs) -> torch.Tensor:
         """The hidden states `[N, hidden_size]` of all rows, computed as the caller has set the libraries."""
-        attention = PagedKV(self.cache, inputs.plan, inputs.slots, self.model.config.head_dim**-0.5)
+        scale, uniform = self.model.config.head_dim**-0.5, self.choices.uniform_blocks
+        attention = PagedKV(self.cache, inputs.plan, inputs.slots, scale=scale, uniform_blocks=uniform)
         return self.model(inputs.input_ids, inputs.positions, attention)  # type: ignore[no-any-return]
 
     def compute(self, batch: ForwardBatch) -> None:

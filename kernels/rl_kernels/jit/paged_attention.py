@@ -3,6 +3,10 @@
 Both ways take the same steps in the same order. Keys are cut into tiles from position 0 on, so many tiles make a
 split, a split is summed up online by itself, and splits are merged one after the other. A tile or a split that a row
 can't see leaves its numbers as they are, bit for bit.
+
+No sum is left to a layout of threads. Each, that of a row's probabilities too, is a matrix product over a tile's keys;
+everything else is elementwise, or a maximum. So a block may have any number of rows and warps, as long as the device's
+matrix instructions for small and large blocks add up alike, which certification finds out.
 """
 
 from __future__ import annotations
@@ -12,15 +16,22 @@ import triton.language as tl
 
 UNIT = tl.constexpr(16)
 FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is a number
+SUMS = tl.constexpr(16)  # columns of ones that probabilities are multiplied with: a matrix product has no fewer
 
 
 @triton.jit
 def _merged(
-    top: tl.tensor, total: tl.tensor, weighted: tl.tensor, top_2: tl.tensor, total_2: tl.tensor, weighted_2: tl.tensor
+    top: tl.tensor,
+    total: tl.tensor,
+    weighted: tl.tensor,
+    top_2: tl.tensor,
+    total_2: tl.tensor,
+    weighted_2: tl.tensor,
+    SCALE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What was merged so far, and the next split: greatest scores `[R]`, sums `[R]`, weighted values `[R, D]`."""
+    """What was merged so far, and the next split: greatest products `[R]`, sums `[R]`, weighted values `[R, D]`."""
     highest = tl.maximum(top, top_2)
-    old, new = tl.exp2(top - highest), tl.exp2(top_2 - highest)
+    old, new = tl.exp2((top - highest) * SCALE), tl.exp2((top_2 - highest) * SCALE)
     return highest, total * old + total_2 * new, weighted * old[:, None] + weighted_2 * new[:, None]
 
 
@@ -32,48 +43,72 @@ def _divided(weighted: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _pages(pages: tl.tensor, key: tl.tensor, limit: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
+    """The pages that hold the keys at positions `key`; 0 from `limit` on."""
+    return tl.load(pages + key // PAGE, mask=key < limit, other=0)
+
+
+@triton.jit
 def _split(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     pages: tl.tensor,
+    page: tl.tensor,
     position: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    limit: tl.tensor,
+    MASKED: tl.constexpr,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
     SLOT: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The split of keys that begins at `first`, up to `end`, for queries `[ROWS, BLOCK_D]` at `position` `[ROWS]`."""
-    column = tl.arange(0, BLOCK_D)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The split of keys from `first` to `end`, for queries `[ROWS, BLOCK_D]` at `position` `[ROWS]`.
+
+    page: of the first tile's keys `[TILE]`; that of the tile behind the last is returned, up to `limit`. Pages are read
+    a tile ahead, so that keys and values never wait for them. MASKED: some row may not see all of the split.
+    """
+    column, within = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    ones = tl.full([TILE, SUMS], 1.0, keys.dtype.element_ty)
     top = tl.full([ROWS], FLOOR, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    totals = tl.zeros([ROWS, SUMS], tl.float32)
     weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for tile in range(first, tl.minimum(first + SPLIT, end), TILE):
-        key = tile + tl.arange(0, TILE)
-        own = key < end
-        page = tl.load(pages + key // PAGE, mask=own, other=0).to(tl.int64)
-        place = (page * PAGE + key % PAGE)[:, None] * SLOT + column[None, :]
-        inside = own[:, None] & (column < HEAD_DIM)[None, :]
-        k = tl.load(keys + place, mask=inside, other=0.0)
-        v = tl.load(values + place, mask=inside, other=0.0)
-        seen = key[None, :] <= position[:, None]
-        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE, FLOOR)
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        p = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
-        old = tl.exp2(top - highest)
-        total = total * old + tl.sum(p, axis=1)
-        weighted = tl.dot(p.to(v.dtype), v, weighted * old[:, None], input_precision="ieee")
+    for tile in range(first, end, TILE):
+        key = tile + within
+        place = (page.to(tl.int64) * PAGE + key % PAGE)[:, None] * SLOT + column[None, :]
+        page = _pages(pages, key + TILE, limit, PAGE)
+        if MASKED:
+            inside = (key < end)[:, None] & (column < HEAD_DIM)[None, :]
+            k = tl.load(keys + place, mask=inside, other=0.0)
+            v = tl.load(values + place, mask=inside, other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            k = tl.load(keys + place, mask=(column < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(values + place, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(keys + place)
+            v = tl.load(values + place)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            products = tl.where(seen, products, FLOOR)
+        highest = tl.maximum(top, tl.max(products, axis=1))
+        p = tl.exp2(tl.fma(products, SCALE, -(highest * SCALE)[:, None]))
+        if MASKED:
+            p = tl.where(seen, p, 0.0)
+        p = p.to(v.dtype)
+        old = tl.exp2((top - highest) * SCALE)
+        totals = tl.dot(p, ones, totals * old[:, None], input_precision="ieee")
+        weighted = tl.dot(p, v, weighted * old[:, None], input_precision="ieee")
         top = highest
-    return top, total, weighted
+    return top, tl.max(totals, axis=1), weighted, page
 
 
-@triton.jit(do_not_specialize=["pages_row", "query_row", "query_head"])
+@triton.jit(do_not_specialize=["pages_row", "query_row", "query_head", "first_sequence", "fewest", "most"])
 def paged_attention(
     query: tl.tensor,
     keys: tl.tensor,
@@ -85,6 +120,9 @@ def paged_attention(
     pages_row: tl.tensor,
     query_row: tl.tensor,
     query_head: tl.tensor,
+    first_sequence: tl.tensor,
+    fewest: tl.tensor,
+    most: tl.tensor,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -96,21 +134,25 @@ def paged_attention(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (b, h, s): the b-th block of queries of sequence s, for the SHARED heads that read kv head h.
+    """Program (b, h, i): the b-th last block of queries of sequence first_sequence + i, for the SHARED heads that read
+    kv head h. Sequences with less than `fewest` or more than `most` queries are left to another launch.
 
-    A block's rows are ROWS / BLOCK_SHARED tokens with BLOCK_SHARED heads each. Strides of query come in units of UNIT
-    elements.
+    A block's rows are ROWS / BLOCK_SHARED tokens with BLOCK_SHARED heads each. Those that see most keys begin first.
+    Strides of query come in units of UNIT elements.
     """
-    block, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, sequence = tl.program_id(1), first_sequence + tl.program_id(2)
     TOKENS: tl.constexpr = ROWS // BLOCK_SHARED
     start, length = tl.load(starts + sequence), tl.load(lengths + sequence)
     queries = tl.load(starts + sequence + 1) - start
-    if block * TOKENS < queries:
+    block = tl.cdiv(queries, TOKENS) - 1 - tl.program_id(0)
+    if (block >= 0) & (queries >= fewest) & (queries <= most):
         row = tl.arange(0, ROWS)
         token, shared = block * TOKENS + row // BLOCK_SHARED, row % BLOCK_SHARED
         real = (token < queries) & (shared < SHARED)
         position = tl.where(real, length - queries + token, -1)
-        end = tl.minimum(length, length - queries + (block + 1) * TOKENS)
+        lowest = length - queries + block * TOKENS
+        end = tl.minimum(length, lowest + TOKENS)
+        seen_by_all = tl.maximum(lowest + 1, 0) // SPLIT * SPLIT
         head = kv_head * SHARED + shared
         column = tl.arange(0, BLOCK_D)
         inside = real[:, None] & (column < HEAD_DIM)[None, :]
@@ -124,12 +166,19 @@ def paged_attention(
         top = tl.full([ROWS], FLOOR, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for first in range(0, end, SPLIT):
-            top_2, total_2, weighted_2 = _split(
-                q, keys, values, pages, position, first, end,
-                SCALE, PAGE, SLOT, TILE, SPLIT, ROWS, HEAD_DIM, BLOCK_D,
+        page = _pages(pages, tl.arange(0, TILE), end, PAGE)
+        for first in range(0, seen_by_all, SPLIT):
+            top_2, total_2, weighted_2, page = _split(
+                q, keys, values, pages, page, position, first, first + SPLIT, end, False,
+                SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
-            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2)
+            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
+        for first in range(seen_by_all, end, SPLIT):
+            top_2, total_2, weighted_2, page = _split(
+                q, keys, values, pages, page, position, first, tl.minimum(first + SPLIT, end), end, True,
+                SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
         target = out + (at * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
 
@@ -179,9 +228,12 @@ def attend_splits(
         source = query + (own * query_row + head * query_head)[:, None] * UNIT + column[None, :]
         q = tl.load(source, mask=inside, other=0.0)
         SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
-        top, total, weighted = _split(
-            q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages + own * pages_row, position, first, length,
-            SCALE, PAGE, SLOT, TILE, SPLIT, ROWS, HEAD_DIM, BLOCK_D,
+        pages += own * pages_row
+        end = tl.minimum(first + SPLIT, length)
+        page = _pages(pages, first + tl.arange(0, TILE), end, PAGE)
+        top, total, weighted, _ = _split(
+            q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages, page, position, first, end, end, True,
+            SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
         place = (own * splits + split) * (KV_HEADS * SHARED) + head
         tl.store(tops + place, top, mask=real)
@@ -197,6 +249,7 @@ def merge_splits(
     parts: tl.tensor,
     out: tl.tensor,
     splits: tl.tensor,
+    SCALE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SHARED: tl.constexpr,
@@ -219,7 +272,7 @@ def merge_splits(
         top_2 = tl.load(tops + place, mask=real, other=FLOOR)
         total_2 = tl.load(totals + place, mask=real, other=0.0)
         weighted_2 = tl.load(parts + place[:, None] * HEAD_DIM + column[None, :], mask=inside, other=0.0)
-        top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2)
+        top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
     target = out + (sequence * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
     tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
 
