@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models import families, family_for, load_family
+from diffusion_rl.params import params_from_mapping
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.sample import RolloutSample
 from engine_control.errors import InvalidRequestError
@@ -22,7 +24,8 @@ from rl_kernels import exact_mode
 
 @dataclass(frozen=True)
 class Case:
-    """A family under test: how to build it, how to guide it or not, and diffusers' shape of its latents."""
+    """A family under test: how to build it, how to guide it or not, what else its requests say, diffusers' shape of its
+    latents and output, and the stock pipeline that takes the same steps."""
 
     name: str
     build: Callable[[torch.dtype], Any]
@@ -30,9 +33,39 @@ class Case:
     prompts: tuple[str, ...]
     unguided: dict[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0, "true_cfg_scale": 1.0})
     stock_latents: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    own: dict[str, Any] = field(default_factory=dict)
+    output: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    stepping_alike: Callable[[Any], Any] = lambda stock: stock
 
     def pipeline(self, dtype: torch.dtype = torch.float32) -> RolloutPipeline:
         return RolloutPipeline(self.build(dtype))
+
+    @property
+    def small(self) -> dict[str, Any]:
+        return {**SMALL, **self.own}
+
+    @property
+    def full(self) -> dict[str, Any]:
+        return {**FULL, **self.own}
+
+
+class EulerOnUniPCsGrid(FlowMatchEulerDiscreteScheduler):
+    """diffusers' Euler steps at a multistep scheduler's sigmas and timesteps."""
+
+    unipc: UniPCMultistepScheduler
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+        self.unipc.set_timesteps(num_inference_steps, device)
+        self.num_inference_steps, self._step_index, self._begin_index = num_inference_steps, None, None
+        self.sigmas, self.timesteps = self.unipc.sigmas, self.unipc.timesteps.float()  # Euler takes no integers
+
+
+def with_euler_steps(stock: WanPipeline) -> WanPipeline:
+    scheduler = EulerOnUniPCsGrid()
+    scheduler.unipc = stock.scheduler
+    made = WanPipeline(**{**stock.components, "scheduler": scheduler, "boundary_ratio": stock.config.boundary_ratio})
+    made.set_progress_bar_config(disable=True)
+    return made
 
 
 CASES = [
@@ -57,6 +90,18 @@ CASES = [
         {"guidance_scale": 0.0},
         lambda latents: latents.squeeze(2),
     ),
+    *(
+        Case(
+            name,
+            lambda dtype, boundary=boundary: wan_pipeline(dtype, boundary),  # type: ignore[misc]
+            {"guidance_scale": 4.3, "negative_prompt": "blurry", **second},
+            ("a red ball on a green table, from above", "cat", "two blue boxes"),
+            own={"num_frames": 5, "height": 32, "width": 32, "max_sequence_length": 48},
+            output=lambda video: video.permute(1, 0, 2, 3).float(),
+            stepping_alike=with_euler_steps,
+        )
+        for name, boundary, second in (("wan", None, {}), ("wan-two-transformers", 0.8, {"guidance_scale_2": 2.5}))
+    ),
 ]
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 4}
 FULL = {**SMALL, "rollout_return_dit_trajectory": True, "rollout_return_denoising_env": True}
@@ -72,7 +117,7 @@ def test_every_registered_family_is_under_test() -> None:
 
 def initial_latents(case: Case, pipeline: RolloutPipeline, seed: int) -> torch.Tensor:
     family = pipeline.engine.family
-    shape = family.initial_noise_shape(64, 64)
+    shape = family.initial_noise_shape(*family.size(params_from_mapping({"prompt": "x", **case.small})))
     return case.stock_latents(family.pack(normal_noise([seed], NoiseStream.INITIAL_LATENT, [0], shape)))
 
 
@@ -82,31 +127,31 @@ def initial_latents(case: Case, pipeline: RolloutPipeline, seed: int) -> torch.T
 def test_an_ode_rollout_is_the_stock_pipeline_run_bit_for_bit(case: Case, dtype: torch.dtype, guided: bool) -> None:
     pipeline = case.pipeline(dtype)
     guidance = case.guided if guided else case.unguided
-    ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="both", **SMALL, **guidance)[0]
-    stock = pipeline.engine.family.pipeline
-    known = {"guidance_scale", "true_cfg_scale", "negative_prompt"} & set(
+    ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="both", **case.small, **guidance)[0]
+    stock = case.stepping_alike(pipeline.engine.family.pipeline)
+    known = {"guidance_scale", "guidance_scale_2", "true_cfg_scale", "negative_prompt"} & set(
         stock.__call__.__wrapped__.__code__.co_varnames
     )
     theirs = {k: v for k, v in guidance.items() if k in known and not (case.name == "qwen_image" and k[0] == "g")}
     latents = initial_latents(case, pipeline, 5).to(pipeline.engine.family.velocity_dtype)
     with exact_mode():
-        out = stock(case.prompts[0], latents=latents, output_type="latent", **SMALL, **theirs).images
+        out = stock(case.prompts[0], latents=latents, output_type="latent", **case.small, **theirs)[0]
     assert ours.generated_latents is not None
     assert torch.equal(case.stock_latents(ours.generated_latents[None]), out.float())
     with exact_mode():
-        picture = stock(case.prompts[0], latents=latents, output_type="pt", **SMALL, **theirs).images[0].float()
+        output = stock(case.prompts[0], latents=latents, output_type="pt", **case.small, **theirs)[0][0]
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(ours.generated_output, picture, atol=tolerance, rtol=0)
+    torch.testing.assert_close(ours.generated_output, case.output(output), atol=tolerance, rtol=0)
 
 
 @case
 def test_outside_the_exact_context_the_stock_pipeline_stays_close(case: Case) -> None:
     pipeline = case.pipeline()
-    ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="latent", **SMALL)[0]
-    stock = pipeline.engine.family.pipeline
+    ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="latent", **case.small)[0]
+    stock = case.stepping_alike(pipeline.engine.family.pipeline)
     guidance = {} if case.name == "qwen_image" else {"guidance_scale": pipeline.engine.family.defaults.guidance_scale}
     latents = initial_latents(case, pipeline, 5)
-    out = stock(case.prompts[0], latents=latents, output_type="latent", **SMALL, **guidance).images
+    out = stock(case.prompts[0], latents=latents, output_type="latent", **case.small, **guidance)[0]
     assert ours.generated_latents is not None
     torch.testing.assert_close(case.stock_latents(ours.generated_latents[None]), out, atol=1e-4, rtol=1e-4)
 
@@ -121,7 +166,7 @@ def test_a_sample_has_the_same_bits_alone_in_a_group_and_beside_other_prompts(
     case: Case, kind: str, dtype: torch.dtype
 ) -> None:
     pipeline = case.pipeline(dtype)
-    fields = {**FULL, **case.guided, "rollout_sde_type": kind}
+    fields = {**case.full, **case.guided, "rollout_sde_type": kind}
     group = pipeline(case.prompts[0], seed=20, num_outputs_per_prompt=3, **fields)
     mixed = pipeline(case.prompts, seed=18, num_outputs_per_prompt=4, **fields)
     for index in (0, 2):
@@ -144,7 +189,7 @@ def test_replay_at_unchanged_weights_gives_the_rollouts_log_probs_bit_for_bit(ca
             num_outputs_per_prompt=2,
             rollout_sde_type=kind,
             rollout_log_prob_no_const=no_const,
-            **FULL,
+            **case.full,
             **case.guided,
         )
         steps = [i for i, k in enumerate(samples[0].rollout_step_kinds) if k != "ode"]
@@ -159,11 +204,12 @@ def test_replay_at_unchanged_weights_gives_the_rollouts_log_probs_bit_for_bit(ca
 @case
 def test_a_picture_lies_between_0_and_1_and_uint8_is_the_same_picture_rounded(case: Case) -> None:
     pipeline = case.pipeline()
-    floats = pipeline(case.prompts[0], seed=1, **SMALL)[0].generated_output
-    whole = pipeline(case.prompts[0], seed=1, output_dtype="uint8", **SMALL)[0].generated_output
+    floats = pipeline(case.prompts[0], seed=1, **case.small)[0].generated_output
+    whole = pipeline(case.prompts[0], seed=1, output_dtype="uint8", **case.small)[0].generated_output
     assert floats is not None
     assert whole is not None
-    assert floats.shape == whole.shape == (3, 64, 64)
+    frames = [case.own["num_frames"]] if "num_frames" in case.own else []
+    assert floats.shape == whole.shape == (3, *frames, case.small["height"], case.small["width"])
     assert floats.dtype == torch.float32
     assert 0 <= floats.min() <= floats.max() <= 1
     assert torch.equal(whole, (floats * 255).round().to(torch.uint8))
@@ -172,7 +218,7 @@ def test_a_picture_lies_between_0_and_1_and_uint8_is_the_same_picture_rounded(ca
 @case
 def test_the_conditioning_travels_through_the_denoising_env(case: Case) -> None:
     pipeline = case.pipeline()
-    sample: RolloutSample = pipeline(case.prompts[0], seed=1, **FULL, **case.guided)[0]
+    sample: RolloutSample = pipeline(case.prompts[0], seed=1, **case.full, **case.guided)[0]
     env = sample.denoising_env
     assert env is not None
     assert env.neg_cond_kwargs is not None
@@ -190,9 +236,15 @@ def test_a_saved_folder_loads_and_rolls_out_the_same_bits(case: Case, tmp_path: 
     folder = save(case.build(torch.float32), tmp_path / "model")
     loaded = RolloutPipeline.from_pretrained(str(folder), device="cpu")
     assert_same_bits(
-        loaded(case.prompts[0], seed=1, **FULL, **case.guided)[0],
-        case.pipeline()(case.prompts[0], seed=1, **FULL, **case.guided)[0],
+        loaded(case.prompts[0], seed=1, **case.full, **case.guided)[0],
+        case.pipeline()(case.prompts[0], seed=1, **case.full, **case.guided)[0],
     )
+
+
+def parameters_to_cast(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those that the module's class doesn't want to stay in fp32."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return [parameter for name, parameter in module.named_parameters() if not kept & set(name.split("."))]
 
 
 @case
@@ -201,7 +253,7 @@ def test_a_folder_loads_in_the_dtype_that_is_asked_for(case: Case, dtype: torch.
     family = load_family(str(save(case.build(torch.float32), tmp_path / "model")), dtype=dtype)
     modules = [m for m in family.pipeline.components.values() if isinstance(m, torch.nn.Module)]
     assert len(modules) >= 3
-    assert {p.dtype for m in modules for p in m.parameters()} == {dtype}
+    assert {p.dtype for m in modules for p in parameters_to_cast(m)} == {dtype}
     assert family.dtype == dtype
 
 
@@ -211,14 +263,14 @@ def test_schedules_are_diffusers_own_bit_for_bit(case: Case, steps: int) -> None
     pipeline = case.pipeline()
     if steps == 1 and case.name == "qwen_image":
         pytest.skip("diffusers divides by zero here; see the next test")
-    fields = {**SMALL, "num_inference_steps": steps, "rollout_return_dit_trajectory": True}
+    fields = {**case.small, "num_inference_steps": steps, "rollout_return_dit_trajectory": True}
     trajectory = pipeline(case.prompts[0], seed=1, rollout_return_step_indices=[0], **fields)[0].dit_trajectory
     stock = pipeline.engine.family.pipeline
-    stock(case.prompts[0], output_type="latent", **{**SMALL, "num_inference_steps": steps})
+    stock(case.prompts[0], output_type="latent", **{**case.small, "num_inference_steps": steps})
     assert trajectory is not None
     assert trajectory.sigmas.dtype == torch.float32
     assert torch.equal(trajectory.sigmas, stock.scheduler.sigmas)
-    assert torch.equal(trajectory.timesteps[:-1], stock.scheduler.timesteps)
+    assert torch.equal(trajectory.timesteps[:-1], stock.scheduler.timesteps.float())
     assert trajectory.timesteps[-1] == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import is_accelerate_available
 
 from engine_control.errors import InvalidRequestError
 
@@ -39,7 +40,13 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
 
 
 def _load(path: str, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
-    pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, low_cpu_mem_usage=False, **absent)
+    try:  # None: only for modules that keep parts in fp32, which diffusers can't load otherwise
+        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, low_cpu_mem_usage=None, **absent)
+    except NameError as error:  # diffusers then goes on to use what it could not import
+        if is_accelerate_available():
+            raise
+        reason = "it has modules that keep parts in fp32, and diffusers loads those with the package accelerate alone"
+        raise _bad_path(path, reason, "pip install accelerate") from error
     pipeline.set_progress_bar_config(disable=True)
     if dtype is not None:
         _cast(pipeline, dtype)
@@ -66,11 +73,13 @@ def _absent_components(index: dict[str, Any]) -> dict[str, None]:
     return {name: None for name in known if (index.get(name) or [None])[0] is None}
 
 
-def _bad_path(model_path: str, reason: str) -> InvalidRequestError:
+def _bad_path(
+    model_path: str, reason: str, hint: str = "Give a diffusers-format folder, a hub id, or 'embedded'."
+) -> InvalidRequestError:
     return InvalidRequestError(
         f"cannot load a model from {model_path!r}: {reason}",
         code="bad_model_path",
         field="model_path",
         value=model_path,
-        hint="Give a diffusers-format folder, a hub id, or 'embedded'.",
+        hint=hint,
     )
