@@ -9,20 +9,37 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from diffusion_rl.parallel.tensor import TensorParallel
+from diffusion_rl.parallel.tensor import RowLinear, TensorParallel
 from engine_control.refit.target import ModuleTarget
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Which part of a weight a rank holds: `length` places from `start` on, along `dim`."""
+    """Which part of a weight a rank holds: its share of each section along `dim`, end to end.
+
+    sections: sizes of the whole ones. A weight that is one section is dealt out as it stands.
+    """
 
     dim: int
-    start: int
-    length: int
+    sections: tuple[int, ...]
+    rank: int
+    size: int
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.narrow(self.dim, self.start, self.length)
+    @property
+    def shares(self) -> list[int]:
+        return [section // self.size for section in self.sections]
+
+    def pairs(self, mine: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the rank's tensor, and those of the whole one that belong there."""
+        own, sections = mine.split(self.shares, self.dim), whole.split(list(self.sections), self.dim)
+        return [(to, section.chunk(self.size, self.dim)[self.rank]) for to, section in zip(own, sections, strict=True)]
+
+    def whole(self, gathered: torch.Tensor) -> torch.Tensor:
+        """The whole weight, of the ranks' tensors end to end."""
+        if len(self.sections) == 1:
+            return gathered
+        shares = gathered.split(self.shares * self.size, self.dim)
+        return torch.cat([s for i in range(len(self.sections)) for s in shares[i :: len(self.sections)]], self.dim)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,8 +62,8 @@ class DTensorTarget(ModuleTarget):
         self._parts = {name: _parts_of(module, ranks.rank) for name, module in self._modules.items()}
 
     def destinations(self, module: str, name: str, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        part = self._parts[module].get(name)
-        return [(self._weights(module).live[name], tensor if part is None else part.of(tensor))]
+        live, part = self._weights(module).live[name], self._parts[module].get(name)
+        return [(live, tensor)] if part is None else part.pairs(live, tensor)
 
     def checkpoint_tensors(self, module: str) -> Mapping[str, torch.Tensor]:
         return _Gathered(self._weights(module).live, self._parts[module], self._ranks)
@@ -64,12 +81,12 @@ class DTensorTarget(ModuleTarget):
 
 def _parts_of(module: torch.nn.Module, rank: int) -> dict[str, _Part]:
     """A rank's part of each weight that is split: as many places for every rank."""
+    sections = {f"{name}.weight": m.sections for name, m in module.named_modules() if isinstance(m, RowLinear)}
     parts = {}
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, DTensor) and isinstance(tensor.placements[0], Shard):
             dim = tensor.placements[0].dim
-            length = tensor.shape[dim] // tensor.device_mesh.size()
-            parts[name] = _Part(dim, rank * length, length)
+            parts[name] = _Part(dim, sections.get(name, (tensor.shape[dim],)), rank, tensor.device_mesh.size())
     return parts
 
 
@@ -83,7 +100,7 @@ class _Gathered(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         live, part = self._live[name], self._parts.get(name)
-        return live if part is None else self._ranks.gather(live, part.dim)
+        return live if part is None else part.whole(self._ranks.gather(live, part.dim))
 
     def __contains__(self, name: object) -> bool:
         return name in self._live

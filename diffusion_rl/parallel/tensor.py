@@ -11,8 +11,8 @@ certification see the operations that run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,13 +31,15 @@ class TensorPlan:
     columns: linear layers of which a rank has some outputs, in rank order; rows: those that take such outputs, of which
         a rank has the weights of its inputs; attentions: modules whose heads are those outputs, and whose own other
         parameters work on single heads; norms: RMS norms over all of such outputs, of which a rank has the weights of
-        its own.
+        its own; joined: for those of `rows` that take several layers' outputs side by side, the names of these layers,
+        from their common parent on.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     attentions: tuple[str, ...]
     norms: tuple[str, ...] = ()
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def check(self, transformer: torch.nn.Module, size: int) -> None:
         """
@@ -60,6 +62,14 @@ class TensorPlan:
                         value=size,
                         hint="Use a size that divides it, or share tokens instead (--sp-degree).",
                     )
+
+    def sections(self, transformer: torch.nn.Module, name: str) -> tuple[int, ...]:
+        """How many inputs of row layer `name` come from each layer, each to be dealt out to the ranks by itself."""
+        layers = next((layers for pattern, layers in self.joined.items() if fnmatchcase(name, pattern)), None)
+        if layers is None:
+            return (int(transformer.get_submodule(name).in_features),)  # type: ignore[arg-type]
+        parent = transformer.get_submodule(name.rpartition(".")[0])
+        return tuple(int(parent.get_submodule(layer).out_features) for layer in layers)  # type: ignore[arg-type]
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -132,9 +142,14 @@ class ColumnLinear(torch.nn.Linear):
 
 class RowLinear(torch.nn.Linear):
     """A linear layer of which this rank has the weights of some inputs: weight `[N, K]` is a DTensor, split along K.
-    The bias is whole, and so is the output, on every rank."""
+    The bias is whole, and so is the output, on every rank.
+
+    sections: sizes, K in all, of parts of the inputs that are dealt out each by itself. With more than one, K stands in
+    the DTensor in another order than in the checkpoint: rank 0's share of each section, then rank 1's.
+    """
 
     ranks: TensorParallel
+    sections: tuple[int, ...]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = F.linear(x, _local(self.weight))

@@ -42,13 +42,17 @@ class _Columns(ColwiseParallel):
 
 
 class _Rows(RowwiseParallel):
-    """The weight is split along the inputs; the bias is whole."""
+    """The weight is split along the inputs, section by section; the bias is whole."""
 
-    def __init__(self, ranks: TensorParallel, device: torch.device) -> None:
+    def __init__(self, ranks: TensorParallel, device: torch.device, sections: tuple[int, ...]) -> None:
         super().__init__()
-        self._ranks, self._device = ranks, device
+        self._ranks, self._device, self._sections = ranks, device, sections
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
+        module.sections = self._sections
+        if len(self._sections) > 1:
+            shares = [part.chunk(self._ranks.size, dim=1) for part in module.weight.split(self._sections, dim=1)]
+            module.weight.data = torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], dim=1)
         self._partition_linear_fn("", module, device_mesh)
         return _settled(module, RowLinear, self._ranks, self._device)
 
@@ -83,7 +87,7 @@ def split_weights(transformer: torch.nn.Module, plan: TensorPlan, ranks: TensorP
             if matches(name, plan.columns):
                 style = _Columns(ranks, device)
             elif matches(name, plan.rows):
-                style = _Rows(ranks, device)
+                style = _Rows(ranks, device, plan.sections(transformer, name))
             elif matches(name, plan.norms):
                 style = _Norms(ranks, device)
             if style is None:
