@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import qwen_image_pipeline, sd3_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, sd3_pipeline
 
 from diffusion_rl.batch import DenoiseBatch
 from diffusion_rl.config import ParallelConfig
@@ -37,7 +37,8 @@ SIDE = 64
 def one_block(build: Any) -> ModelFamily:
     """A family of its own, certified for small pictures, whose transformer has one block: it compiles fast."""
     pipeline = build.__wrapped__()
-    pipeline.transformer.transformer_blocks = pipeline.transformer.transformer_blocks[-1:]
+    for blocks in (b for b in pipeline.transformer.children() if isinstance(b, torch.nn.ModuleList)):
+        del blocks[:-1]
     family = family_for(pipeline)
     family.defaults = replace(family.defaults, height=SIDE, width=SIDE)
     make_exact(family, "on")
@@ -253,6 +254,22 @@ def test_what_is_not_exact_is_refused_by_name(
     assert reason in (verdict.failed_at or "")
     assert "--enable-torch-compile is left out" in caplog.text
     assert (family.runner, family.choices) == (eager, chosen)
+
+
+def test_positions_that_all_rows_share_are_padded_as_the_text_is() -> None:
+    family = one_block(flux_pipeline)
+    batch = probe_batch(family)
+    short, long = (family.encode_prompt("a", length) for length in (9, 70))
+    mixed = replace(
+        batch,
+        conditioning=tuple(
+            replace(c, positive=(short, long)[i % 2], negative=None) for i, c in enumerate(batch.conditioning)
+        ),
+    )
+    family.runner = runner = CompiledForward(ROWS, family.choices, differing_texts=True, backend="eager")
+    assert torch.equal(predict(family, mixed), predict(family, mixed, eager))
+    assert runner.graphs == 2
+    assert not runner.refused
 
 
 def test_a_refused_graph_is_computed_eagerly_in_every_batch() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models import families, family_for, load_family
@@ -69,6 +69,13 @@ def with_euler_steps(stock: WanPipeline) -> WanPipeline:
 
 
 CASES = [
+    Case(
+        "flux",
+        flux_pipeline,
+        {"guidance_scale": 2.5, "true_cfg_scale": 3.7, "negative_prompt": "blurry"},
+        ("a red ball", "cat", "two blue boxes"),
+        own={"max_sequence_length": 24},
+    ),
     Case("stable_diffusion3", sd3_pipeline, {"guidance_scale": 4.3}, ("a red ball", "cat", "two blue boxes")),
     Case(
         "stable_diffusion3-dual-attention",
@@ -149,9 +156,8 @@ def test_outside_the_exact_context_the_stock_pipeline_stays_close(case: Case) ->
     pipeline = case.pipeline()
     ours = pipeline(case.prompts[0], seed=5, rollout=False, output_type="latent", **case.small)[0]
     stock = case.stepping_alike(pipeline.engine.family.pipeline)
-    guidance = {} if case.name == "qwen_image" else {"guidance_scale": pipeline.engine.family.defaults.guidance_scale}
     latents = initial_latents(case, pipeline, 5)
-    out = stock(case.prompts[0], latents=latents, output_type="latent", **case.small, **guidance)[0]
+    out = stock(case.prompts[0], latents=latents, output_type="latent", **case.small)[0]
     assert ours.generated_latents is not None
     torch.testing.assert_close(case.stock_latents(ours.generated_latents[None]), out, atol=1e-4, rtol=1e-4)
 
@@ -224,7 +230,9 @@ def test_the_conditioning_travels_through_the_denoising_env(case: Case) -> None:
     assert env.neg_cond_kwargs is not None
     family = pipeline.engine.family
     back = family.conditioning_from_env(env, sample.guidance_scale)
+    assert (back.guidance_scale, back.embedded_guidance) == (sample.guidance_scale, sample.embedded_guidance)
     again = family.denoising_env(back, 64, 64)
+    assert again.guidance == env.guidance == sample.embedded_guidance
     embeds = env.pos_cond_kwargs["encoder_hidden_states"]
     assert isinstance(embeds, torch.Tensor)
     assert embeds.dim() == 2

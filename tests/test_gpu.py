@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -35,7 +35,7 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline])
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline])
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance", "ode"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_sample_has_the_same_bits_alone_in_a_group_and_replayed(build: Any, kind: str, dtype: torch.dtype) -> None:
@@ -136,7 +136,7 @@ def test_a_row_sum_does_not_depend_on_the_batch() -> None:
     assert torch.equal(row_sum(x[5:6]), row_sum(x)[5:6])
 
 
-@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline])
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline])
 def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> None:
     pipelines = [
         RolloutPipeline(copy.deepcopy(build(torch.bfloat16)).to("cuda"), config=EngineConfig(cuda_graphs=graphs))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.offload import LayerwiseOffload, offload_of
@@ -128,7 +128,8 @@ def test_an_offloaded_engine_has_the_bits_of_one_that_is_not(pair: tuple[Rollout
 
 
 @pytest.mark.parametrize(
-    ("build", "size"), [(deep_sd3, 2), (deep_sd3, 9), (qwen_image_pipeline, 1), (z_image_pipeline, 2)]
+    ("build", "size"),
+    [(deep_sd3, 2), (deep_sd3, 9), (qwen_image_pipeline, 1), (flux_pipeline, 1), (z_image_pipeline, 2)],
 )
 def test_any_size_of_group_and_any_family_has_the_same_bits_also_if_it_was_loaded_before(build: Any, size: int) -> None:
     config = EngineConfig(deterministic="off", dit_layerwise_offload=True, dit_offload_group_size=size)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same_bits
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -60,6 +60,8 @@ def qwen(dtype: torch.dtype) -> Any:
 
 BOTH = ParallelConfig(sp_degree=2, enable_cfg_parallel=True)
 CASES = [
+    Case(flux_pipeline, torch.float32, ParallelConfig(sp_degree=2)),
+    Case(flux_pipeline, torch.bfloat16, ParallelConfig(sp_degree=4)),
     Case(sd3, torch.bfloat16, ParallelConfig(sp_degree=2)),
     Case(sd3, torch.float32, ParallelConfig(ulysses_degree=4)),
     Case(qwen, torch.bfloat16, ParallelConfig(sp_degree=4)),

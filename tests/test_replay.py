@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import qwen_image_pipeline, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.rollout.replay import replay_step, stochastic_steps
@@ -78,7 +78,7 @@ def test_any_micro_batch_gives_the_same_log_probs(pipeline: RolloutPipeline) -> 
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline])
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline])
 def test_gradient_checkpointing_changes_no_bit_of_log_probs_or_gradients(build: Callable[[], Any]) -> None:
     pipeline = RolloutPipeline(build())
     guided = {"negative_prompt": "a longer one", "true_cfg_scale": 3.0}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from equality import assert_same_bits
 from safetensors.torch import save as file_of
-from tiny_models import qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -308,6 +308,7 @@ def on_ranks(
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
+    "FluxPipeline": flux_pipeline,
     "StableDiffusion3Pipeline": lambda: sd3_pipeline(dual_attention=True),
     "QwenImagePipeline": lambda: qwen_image_pipeline(heads=4),
     "ZImagePipeline": z_image_pipeline,
@@ -342,6 +343,39 @@ def test_every_family_is_split_and_all_ranks_hold_the_same_bits(name: str, layou
         assert torch.equal(together, answers[0][0])
         assert torch.equal(together[1:2], one)
         assert torch.allclose(together, expected, atol=1e-5)
+
+
+def test_a_layer_that_takes_two_layers_outputs_is_split_by_both_and_refitted_in_the_checkpoints_order(
+    tmp_path: Path,
+) -> None:
+    pipeline = flux_pipeline()
+    before = dict(pipeline.transformer.state_dict())
+    after = {name: tensor * 1.02 for name, tensor in before.items()}
+    name = "single_transformer_blocks.0.proj_out.weight"
+
+    def work(rank: Rank) -> tuple[Weights, Weights, torch.Tensor]:
+        assert rank.family.tensor is not None
+        target = DTensorTarget({"transformer": rank.family.transformer}, rank.family.tensor)
+        found = []
+        for new in (None, after):
+            if new is not None:
+                session = RefitSession(target, ["transformer"], partial=True)
+                session.update([WeightItem(None, key, tensor) for key, tensor in new.items()])
+                session.verify()
+                session.commit()
+            target.begin(["transformer"])
+            found.append({key: tensor.clone() for key, tensor in target.checkpoint_tensors("transformer").items()})
+            own = target.own_part("transformer", name)
+            target.finish(["transformer"])
+        return found[0], found[1], own
+
+    answers = on_ranks(pipeline, Layout(1, 1, 2), tmp_path, work)
+    for first, second, _ in answers:
+        assert all(torch.equal(first[key], before[key]) for key in before)
+        assert all(torch.equal(second[key], after[key]) for key in before)
+    assert torch.equal(answers[0][2] + answers[1][2], after[name])
+    assert answers[0][2][:, :64].all()  # of 128 inputs from the attention
+    assert answers[0][2][:, 128 : 128 + 256].all()  # and of 512 from the feed-forward
 
 
 def test_ranks_of_a_trainer_replay_with_a_ratio_of_exactly_1_and_have_the_gradients_of_one_device(

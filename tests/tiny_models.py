@@ -45,6 +45,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from diffusion_rl.models.base import DEFAULTS_FILE
+
 
 def clip_tokenizer(max_length: int = 24) -> CLIPTokenizer:
     symbols = list(bytes_to_unicode().values())
@@ -265,6 +267,7 @@ def flux_pipeline(dtype: torch.dtype = torch.float32, guidance_embeds: bool = Tr
         text_encoder_2=t5_encoder(5).to(dtype),
         tokenizer_2=t5_tokenizer(),
     )
+    pipeline.default_sample_size = 32  # latents, which certification takes for its pictures
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -381,4 +384,6 @@ def save(pipeline: DiffusionPipeline, folder: Path) -> Path:
     """Writes the pipeline as a diffusers folder that `DiffusionPipeline.from_pretrained` loads."""
     pipeline.save_pretrained(folder)
     assert json.loads((folder / "model_index.json").read_text())["_class_name"]
+    if isinstance(pipeline, FluxPipeline):  # its own sizes would take long to certify
+        (folder / DEFAULTS_FILE).write_text(json.dumps({"height": 64, "width": 64, "max_sequence_length": 77}))
     return folder

@@ -42,7 +42,7 @@ DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults th
 @dataclass(frozen=True)
 class Defaults:
     """What a request gets for the fields it leaves out. guidance_scale is that of classifier-free guidance;
-    embedded_guidance goes to guidance-distilled transformers alone, num_frames to models of videos."""
+    embedded_guidance is None where the transformer takes none; num_frames is for models of videos."""
 
     height: int
     width: int
@@ -330,7 +330,7 @@ class ModelFamily(ABC):
     def _defaults(self, folder: Path | None) -> Defaults:
         """The pipeline's own defaults, and over them those of the checkpoint's folder."""
         call = inspect.signature(self.pipeline.__call__).parameters
-        embedded = call["guidance_scale"].default if "true_cfg_scale" in call else None
+        distilled = self.pipeline.transformer.config.get("guidance_embeds", False)
         scale = call["true_cfg_scale"].default if "true_cfg_scale" in call else call["guidance_scale"].default
         values: dict[str, Any] = {
             "height": call["height"].default or self.default_side,
@@ -338,7 +338,7 @@ class ModelFamily(ABC):
             "num_inference_steps": call["num_inference_steps"].default,
             "guidance_scale": scale,
             "max_sequence_length": call["max_sequence_length"].default,
-            "embedded_guidance": embedded,
+            "embedded_guidance": call["guidance_scale"].default if distilled else None,
             "num_frames": call["num_frames"].default if "num_frames" in call else None,
         }
         if folder is not None and (folder / DEFAULTS_FILE).is_file():

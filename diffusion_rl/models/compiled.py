@@ -33,6 +33,8 @@ from rl_kernels.mode import Choices, exact_mode
 logger = logging.getLogger(__name__)
 
 TEXT = "encoder_hidden_states"  # the argument whose second axis is text tokens
+TEXT_POSITIONS = "txt_ids"  # of all rows, a text token each
+SHARED = (TEXT_POSITIONS, "img_ids")  # tensors that all rows have in common
 SHORTEST_TEXT = 64  # tokens; where lengths differ, a row's text is padded to this or to a power of two above it
 CANT_COMPILE = (TorchDynamoException, CppCompileError)
 
@@ -65,9 +67,11 @@ class Piece:
     def at(self, rows: Sequence[int], padded: int | None = None) -> Piece:
         """Those rows, in memory of their own; their text padded, or cut, to that many tokens."""
         padded = self.plan_shape[0] if padded is None else padded
-        inputs = {name: _rows_of(value, rows) for name, value in self.inputs.items()}
-        text = inputs[TEXT]
-        inputs[TEXT] = F.pad(text, (0, 0, 0, padded - text.shape[1])).contiguous()
+        inputs = {n: value if n in SHARED else _rows_of(value, rows) for n, value in self.inputs.items()}
+        missing = (0, 0, 0, padded - self.plan_shape[0])
+        for name in (TEXT, TEXT_POSITIONS):
+            if name in inputs:
+                inputs[name] = F.pad(inputs[name], missing).contiguous()
         return Piece(inputs, tuple(self.lengths[row] for row in rows), (padded, *self.plan_shape[1:]))
 
 
@@ -180,16 +184,17 @@ class CompiledForward:
         """Other rows of the same shapes, all different, from a generator of its own."""
         generator = torch.Generator().manual_seed(0)
 
-        def numbers(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        def numbers(name: str, value: Any) -> Any:
+            if name in SHARED or not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            if value.dim() == 1:  # timesteps
+            if value.dim() == 1:  # timesteps, embedded guidance
                 return torch.linspace(0.1, 0.9, len(value)).to(value) * value.abs().max()
             return torch.randn(value.shape, generator=generator).to(value)
 
         padded = piece.plan_shape[0]
         lengths = tuple(padded - row % 3 for row in range(self.rows)) if self.differing_texts else piece.lengths
-        return Piece({name: numbers(value) for name, value in piece.inputs.items()}, lengths, piece.plan_shape)
+        inputs = {name: numbers(name, value) for name, value in piece.inputs.items()}
+        return Piece(inputs, lengths, piece.plan_shape)
 
 
 def eager_piece(transformer: torch.nn.Module, piece: Piece, choices: Choices) -> torch.Tensor:
