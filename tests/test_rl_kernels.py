@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
 from rl_kernels.attention import Padding
+from rl_kernels.linear import padded_rows, padded_to, quick_sizes
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -201,3 +202,15 @@ def test_attention_dropout_is_refused_in_exact_mode() -> None:
     q = torch.randn(1, 2, 4, 16)
     with exact_mode(), pytest.raises(ValueError, match=r"dropout_p=0.1; call model.eval"):
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_padded_to_other_numbers_keep_their_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((200, 128), (192, 128), (192,)))
+    product = padded_to((32, 80))
+    whole = padded_rows(x, weight, bias)
+    for rows in (1, 16, 32, 33, 80, 81, 200):
+        assert torch.equal(product(x[:rows], weight, bias), whole[:rows]), rows
+    assert product(x[:6].view(2, 3, 128), weight).shape == (2, 3, 192)
+    assert quick_sizes(128, 192, dtype, x.device) == ()  # there is nothing to choose on a CPU

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from llm_runtime.layers.fp8 import FP8, MULTIPLE, dequantise, scaled_product
 from llm_runtime.layers.placement import Piece, QuantisedPiece, Share, empty_parameter, sibling
 from llm_runtime.models.base import TensorParallel
-from rl_kernels.linear import IMPLEMENTATIONS, Linear
+from rl_kernels.linear import IMPLEMENTATIONS, Linear, padded_rows, padded_to, quick_sizes
 from rl_kernels.mode import Choices
+from rl_kernels.settings import exact_library_settings
 
 
 class Multiplies(torch.nn.Module):
@@ -52,6 +53,7 @@ class Multiplies(torch.nn.Module):
 
 def choose_products(model: torch.nn.Module, choices: Choices) -> None:
     """Has every linear layer of the model run what is chosen for its shape; the library's call, if nothing is exact.
+    Where it is padded rows, few rows are padded to a number that is quick on the device.
 
     `rl_kernels.exact_mode` would do the same to any module, at a price for every operation, which short steps feel.
     """
@@ -60,6 +62,10 @@ def choose_products(model: torch.nn.Module, choices: Choices) -> None:
             n, k = module.weight.shape
             name = choices.linear.get((k, n, module.dtype), choices.default_linear)
             module.product = IMPLEMENTATIONS[name] if choices.exact else F.linear
+            if choices.exact and name == "padded_rows":
+                with exact_library_settings():
+                    sizes = quick_sizes(k, n, module.dtype, module.weight.device)
+                module.product = padded_to(sizes) if sizes else padded_rows
 
 
 def multiply_bytes(model: torch.nn.Module) -> None:
