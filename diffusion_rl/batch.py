@@ -31,15 +31,22 @@ class Guidance:
     scale, negative_prompt: classifier-free guidance, away from that prompt; 1 and None without it. embedded: the number
     that a guidance-distilled transformer is told; None for one that isn't. scale_2: the scale under the second
     transformer, of pipelines that have two.
+
+    Of families whose scale of 0 is no guidance: normalization: the most that a guided velocity's norm may be, in norms
+    of the one with the prompt; 0: as it comes. truncation: from 0 (noise) to 1, the time after which nothing is guided.
     """
 
     scale: float = 1.0
     negative_prompt: str | None = None
     embedded: float | None = None
     scale_2: float | None = None
+    normalization: float = 0.0
+    truncation: float = 1.0
 
-    def scale_under(self, transformer: str) -> float:
-        """The scale of the steps that this transformer computes."""
+    def scale_at(self, transformer: str, timestep: torch.Tensor) -> float:
+        """The scale of a step that this transformer computes, at that timestep (fp32, 1000 is noise)."""
+        if self.truncation < 1 and float((1000 - timestep) / 1000) > self.truncation:
+            return 0.0
         return self.scale if self.scale_2 is None or transformer == FIRST else self.scale_2
 
 
@@ -52,6 +59,7 @@ class Conditioning:
     negative: PromptEmbeds | None
     guidance_scale: float
     embedded_guidance: float | None = None
+    cfg_normalization: float = 0.0
 
 
 @dataclass(frozen=True)

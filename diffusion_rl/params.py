@@ -45,6 +45,9 @@ class RolloutParams:
         num_frames: of a video, 1 + a multiple of what the VAE puts into one latent frame. Pictures have none, or 1.
         guidance_scale_2: the guidance scale of the second transformer, of pipelines that have two; by default that of
             the first.
+        cfg_normalization: the most that a guided velocity's norm may be, in norms of the one with the prompt (true: 1;
+            0 or false: as it comes). cfg_truncation: from 0 (noise) to 1, the time after which no step is guided. For
+            pipelines that have them.
         lora_name: the adapter that the transformer computes with, unmerged; None is the base alone.
         rollout_sde_type: a step kind (`sde`, `cps`, `dance`, `ode`, `affine`).
         rollout_noise_level: eta, the noise level of the stochastic steps. 0 makes the request an ODE request.
@@ -84,6 +87,8 @@ class RolloutParams:
     true_cfg_scale: float | None = None
     num_frames: int | None = None
     guidance_scale_2: float | None = None
+    cfg_normalization: float | bool | None = None
+    cfg_truncation: float | None = None
     rollout: bool = True
     rollout_sde_type: str = "sde"
     rollout_noise_level: float = 0.7
@@ -242,6 +247,10 @@ def _check_numbers(params: RolloutParams, limits: Limits) -> None:
     for name in ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "flow_shift"):
         if getattr(params, name) is not None:
             _check_finite(name, getattr(params, name), low=0.0, high=MAX_SCALE)
+    if params.cfg_normalization is not None and not isinstance(params.cfg_normalization, bool):
+        _check_finite("cfg_normalization", params.cfg_normalization, low=0.0, high=MAX_SCALE)
+    if params.cfg_truncation is not None:
+        _check_finite("cfg_truncation", params.cfg_truncation, low=0.0, high=1.0)
     if params.flow_shift == 0:
         raise InvalidRequestError("must be above 0", field="flow_shift", value=0, hint="1.0 means no shift.")
     _check_integer("priority", params.priority, -(2**31), 2**31 - 1)

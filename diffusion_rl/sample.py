@@ -115,6 +115,7 @@ class RolloutSample:
     guidance_scale: the scale of the classifier-free guidance that was applied (1: none). embedded_guidance: the number
         that a guidance-distilled transformer was told (None: it takes none).
     guidance_scale_2: the scale under the second transformer, of guided samples of pipelines that have two.
+    cfg_normalization, cfg_truncation: those of the request, where they change something.
     rollout_step_transformers: length T, the name of the transformer that computes each step; None: there is but one.
     num_frames: of a video; None for pictures.
     weight_versions: for each step taken, in earlier requests too, the version that computed it.
@@ -151,6 +152,8 @@ class RolloutSample:
     resume_state: ResumeState | None = None
     embedded_guidance: float | None = None
     guidance_scale_2: float | None = None
+    cfg_normalization: float | None = None
+    cfg_truncation: float | None = None
     rollout_step_transformers: tuple[str, ...] | None = None
     num_frames: int | None = None
 
@@ -163,8 +166,11 @@ class RolloutSample:
         return FIRST if self.rollout_step_transformers is None else self.rollout_step_transformers[step]
 
     def guidance_scale_of(self, step: int) -> float:
-        """The scale of classifier-free guidance at that step."""
-        return Guidance(self.guidance_scale, scale_2=self.guidance_scale_2).scale_under(self.transformer_of(step))
+        """The scale of classifier-free guidance at that step, of a sample that came with its trajectory."""
+        assert self.dit_trajectory is not None
+        truncation = 1.0 if self.cfg_truncation is None else self.cfg_truncation
+        guidance = Guidance(self.guidance_scale, scale_2=self.guidance_scale_2, truncation=truncation)
+        return guidance.scale_at(self.transformer_of(step), self.dit_trajectory.timesteps[step])
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

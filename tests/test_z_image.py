@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import z_image_pipeline
+from equality import assert_same_bits
+from tiny_models import sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.batch import Conditioning, DenoiseBatch
@@ -18,11 +19,14 @@ from diffusion_rl.models import family_for
 from diffusion_rl.models.graphs import _key
 from diffusion_rl.parallel.arrangement import arrange
 from diffusion_rl.parallel.layout import Layout
+from diffusion_rl.params import params_from_mapping
 from diffusion_rl.rollout.certification import probe_batch
+from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.schedulers.sde import SDESchedulerMixin
 from diffusion_rl.trainer import exact_training
 from engine_control.errors import InvalidRequestError
 from engine_control.groups import RankGroup, Rendezvous
+from rl_kernels import exact_mode
 
 LONG = "a red ball on a green table, photographed from above"  # 92 tokens in the template, so 96 of the transformer's
 FIELDS: dict[str, Any] = {
@@ -49,6 +53,40 @@ def test_a_scale_of_0_is_no_guidance_and_a_scale_of_1_is_some(pipeline: RolloutP
     assert without.denoising_env.neg_cond_kwargs is None
     assert with_1.denoising_env.neg_cond_kwargs is not None
     assert not torch.equal(without.generated_latents, with_1.generated_latents)  # type: ignore[arg-type]
+
+
+def test_guidance_may_be_limited_in_norm_and_time_as_in_the_stock_pipeline(pipeline: RolloutPipeline) -> None:
+    limits = [{}, {"cfg_normalization": 0.9}, {"cfg_normalization": True, "cfg_truncation": 0.1}, {"cfg_truncation": 0}]
+    family, size = pipeline.engine.family, {"height": 80, "width": 48, "num_inference_steps": 3}
+    noise = normal_noise([4], NoiseStream.INITIAL_LATENT, [0], family.initial_noise_shape(80, 48))
+    finals = []
+    for limit in limits:
+        with exact_mode():
+            stock = family.pipeline("cat", latents=noise, guidance_scale=3.3, output_type="latent", **size, **limit)
+        ours = pipeline("cat", seed=4, guidance_scale=3.3, rollout=False, output_type="latent", **size, **limit)[0]
+        assert ours.generated_latents is not None
+        assert torch.equal(ours.generated_latents.squeeze(1), stock.images[0])
+        finals.append(ours.generated_latents)
+    assert len({float(final.sum()) for final in finals}) == len(limits)
+
+
+def test_limits_of_guidance_are_each_samples_own_and_replayed(pipeline: RolloutPipeline) -> None:
+    fields = {**FIELDS, "guidance_scale": 3.0, "output_type": "latent"}
+    limited = {"cfg_normalization": 0.9, "cfg_truncation": 0.2}
+    engine_loop = pipeline._loop
+    requests = [{**fields, "prompt": "cat", "seed": 2, **limit} for limit in (limited, {})]
+    answers = [engine_loop.submit(str(i), params_from_mapping(r)) for i, r in enumerate(requests)]
+    engine_loop.run_until_idle()
+    together = [answer.result()[0] for answer in answers]
+    assert [(s.cfg_normalization, s.cfg_truncation) for s in together] == [(0.9, 0.2), (None, None)]
+    for sample, request in zip(together, requests, strict=True):
+        assert_same_bits(sample, pipeline(**request)[0])
+    rolled_out = torch.stack([s.rollout_log_probs for s in together if s.rollout_log_probs is not None])
+    assert torch.equal(pipeline.replay(together).detach(), rolled_out)
+    with pytest.raises(InvalidRequestError, match="at most 1"):
+        pipeline("cat", cfg_truncation=1.5)
+    with pytest.raises(InvalidRequestError, match="no use for cfg_normalization"):
+        RolloutPipeline(sd3_pipeline(), config=EngineConfig(deterministic="off"))("cat", cfg_normalization=1.0)
 
 
 def test_states_of_a_half_precision_model_are_fp32_as_in_its_pipeline() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from diffusion_rl.batch import FIRST, Conditioning, DenoiseBatch, Guidance, Prom
 from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
-from diffusion_rl.parallel.cfg import combine_guidance
+from diffusion_rl.parallel.cfg import combine_guidance, guidance_scales
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.parallel.tensor import TensorParallel, TensorPlan
 from diffusion_rl.params import RolloutParams
@@ -70,6 +70,7 @@ class ModelFamily(ABC):
     max_shift: ClassVar[float] = 1.15  # of dynamic shifting, where the scheduler's configuration names none
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
     tensor_plan: ClassVar[TensorPlan]  # how its weights are
+    limits_guidance: ClassVar[bool] = False  # whether its pipeline has cfg_normalization and cfg_truncation
     compiles: ClassVar[bool] = True  # whether its transformer's forward has one shape for torch.compile
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
 
@@ -206,8 +207,7 @@ class ModelFamily(ABC):
         negatives = [c.negative for c in batch.conditioning if c.negative is not None]
         if not negatives:
             return forward(positive)
-        scales = torch.tensor([c.guidance_scale for c in batch.conditioning], dtype=torch.float32)
-        return self.combine(*arrangement.guidance(forward, _rows(batch, negatives), positive), scales)
+        return self.combine(*arrangement.guidance(forward, _rows(batch, negatives), positive), batch.conditioning)
 
     @abstractmethod
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
@@ -221,9 +221,11 @@ class ModelFamily(ABC):
         """The velocity `[r, ...]` that an output of the transformer stands for."""
         return output
 
-    def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The guided velocity `[n, ...]` from those without and with the prompt, and each sample's scale `[n]`."""
-        return combine_guidance(negative, positive, scales)
+    def combine(
+        self, negative: torch.Tensor, positive: torch.Tensor, conditioning: Sequence[Conditioning]
+    ) -> torch.Tensor:
+        """The guided velocity `[n, ...]` from those without and with the prompt, by each sample's conditioning."""
+        return combine_guidance(negative, positive, guidance_scales(conditioning))
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -253,10 +255,13 @@ class ModelFamily(ABC):
             guidance=conditioning.embedded_guidance,
         )
 
-    def conditioning_from_env(self, env: DenoisingEnv, guidance_scale: float) -> Conditioning:
+    def conditioning_from_env(
+        self, env: DenoisingEnv, guidance_scale: float, cfg_normalization: float = 0.0
+    ) -> Conditioning:
         """`denoising_env` undone, on this family's device."""
+        positive = self.prompt_from_kwargs(env.pos_cond_kwargs)
         negative = None if env.neg_cond_kwargs is None else self.prompt_from_kwargs(env.neg_cond_kwargs)
-        return Conditioning(self.prompt_from_kwargs(env.pos_cond_kwargs), negative, guidance_scale, env.guidance)
+        return Conditioning(positive, negative, guidance_scale, env.guidance, cfg_normalization)
 
     def exact(self) -> AbstractContextManager[None]:
         """The mode that all of this family's arithmetic runs in, for a stock pipeline or code of one's own."""
@@ -269,6 +274,9 @@ class ModelFamily(ABC):
             unused["num_frames"] = params.num_frames
         if len(self.transformers) == 1 and params.guidance_scale_2 is not None:
             unused["guidance_scale_2"] = params.guidance_scale_2
+        for name in ("cfg_normalization", "cfg_truncation"):
+            if not self.limits_guidance and getattr(params, name) is not None:
+                unused[name] = getattr(params, name)
         for name, value in unused.items():
             raise InvalidRequestError(
                 f"the loaded model has no use for {name}",

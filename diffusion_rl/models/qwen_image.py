@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from diffusion_rl.batch import PromptEmbeds, Rows
+from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import host_copy, refuse_long_prompt
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
@@ -61,8 +62,10 @@ class QwenImageFamily(PackedLatentFamily):
             "guidance": None,
         }
 
-    def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        combined = super().combine(negative, positive, scales)
+    def combine(
+        self, negative: torch.Tensor, positive: torch.Tensor, conditioning: Sequence[Conditioning]
+    ) -> torch.Tensor:
+        combined = super().combine(negative, positive, conditioning)
         rescale = torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
         return combined * rescale
 

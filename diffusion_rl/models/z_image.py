@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 
-from diffusion_rl.batch import Guidance, PromptEmbeds, Rows
+from diffusion_rl.batch import Conditioning, Guidance, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt, vae_pictures
+from diffusion_rl.parallel.cfg import guidance_scales
 from diffusion_rl.parallel.sequence import IMAGE, TEXT, SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
@@ -33,6 +34,7 @@ class ZImageFamily(ModelFamily):
 
     pipeline_class_name = "ZImagePipeline"
     text_first = False
+    limits_guidance = True
     compiles = False  # each prompt is an argument with a length of its own: there is no one shape to compile
     sequence_spec = SequenceSpec(
         (
@@ -125,7 +127,14 @@ class ZImageFamily(ModelFamily):
     def guidance(self, params: RolloutParams) -> Guidance:
         named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
         scale = named[0] if named else self.defaults.guidance_scale
-        return Guidance(scale, params.negative_prompt or "") if scale > 0 else Guidance(0.0)
+        if scale <= 0:
+            return Guidance(0.0)
+        return Guidance(
+            scale,
+            params.negative_prompt or "",
+            normalization=float(params.cfg_normalization or 0.0),
+            truncation=1.0 if params.cfg_truncation is None else params.cfg_truncation,
+        )
 
     def default_sigmas(self, steps: int) -> list[float] | None:
         sigmas: list[float] = torch.linspace(1.0, 1 / steps, steps).tolist()
@@ -146,9 +155,14 @@ class ZImageFamily(ModelFamily):
     def velocity(self, output: torch.Tensor) -> torch.Tensor:
         return -output.float()
 
-    def combine(self, negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        scales = scales.to(positive.device).reshape((-1,) + (1,) * (positive.dim() - 1))
-        return positive + scales * (positive - negative)
+    def combine(
+        self, negative: torch.Tensor, positive: torch.Tensor, conditioning: Sequence[Conditioning]
+    ) -> torch.Tensor:
+        scales = guidance_scales(conditioning).to(positive.device).reshape((-1,) + (1,) * (positive.dim() - 1))
+        guided = positive + scales * (positive - negative)
+        if not any(c.cfg_normalization for c in conditioning):
+            return guided
+        return torch.stack([_limited(*rows) for rows in zip(guided, positive, conditioning, strict=True)])
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         return vae_pictures(self.pipeline.vae, latents.squeeze(2))
@@ -174,6 +188,14 @@ class ZImageFamily(ModelFamily):
     def _plan(self, captions: list[torch.Tensor], image_tokens: int) -> AttentionPlan:
         lengths = tuple(_padded(len(caption)) for caption in captions)
         return AttentionPlan(lengths, max(lengths), _padded(image_tokens), text_first=self.text_first)
+
+
+def _limited(guided: torch.Tensor, positive: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+    """One sample's guided velocity, shortened to `cfg_normalization` times the norm of the one with the prompt."""
+    if not conditioning.cfg_normalization or not conditioning.guidance_scale:
+        return guided
+    norm, most = torch.linalg.vector_norm(guided), torch.linalg.vector_norm(positive) * conditioning.cfg_normalization
+    return torch.where(norm > most, guided * (most / norm), guided)
 
 
 def _padded(tokens: int) -> int:

@@ -6,12 +6,12 @@ their own, or be computed by other ranks. What follows is the same arithmetic in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from diffusion_rl.batch import Rows
+from diffusion_rl.batch import Conditioning, Rows
 from engine_control.groups import RankGroup
 
 Forward = Callable[[Rows], torch.Tensor]
@@ -39,6 +39,11 @@ def split(forward: Forward, negative: Rows, positive: Rows) -> tuple[torch.Tenso
 
 
 PASSES: dict[str, GuidancePass] = {"batched": batched, "split": split}
+
+
+def guidance_scales(conditioning: Sequence[Conditioning]) -> torch.Tensor:
+    """Each sample's scale `[n]`, fp32, on the CPU."""
+    return torch.tensor([c.guidance_scale for c in conditioning], dtype=torch.float32)
 
 
 def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class RequestState:
     def conditioning_at(self, step: int) -> Conditioning:
         """What its samples are denoised under at that step, once its prompts are encoded."""
         assert self.conditioning is not None
-        scale = self.guidance.scale_under(self.schedule.transformers[step])
+        scale = self.guidance.scale_at(self.schedule.transformers[step], self.schedule.timesteps[step])
         return replace(self.conditioning, guidance_scale=scale)
 
 

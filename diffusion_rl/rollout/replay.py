@@ -84,7 +84,9 @@ def replay_step(
     stored = torch.stack([s[1] for s in states]).to(device)
     columns = torch.stack([_columns(s, step) for s in samples]).to(device)
     terms = StepTerms.from_columns(columns)
-    conditioning = tuple(family.conditioning_from_env(_env(s), s.guidance_scale_of(step)) for s in samples)
+    conditioning = tuple(
+        family.conditioning_from_env(_env(s), s.guidance_scale_of(step), s.cfg_normalization or 0.0) for s in samples
+    )
     timesteps = torch.stack([s.dit_trajectory.timesteps[step] for s in samples if s.dit_trajectory is not None])
     size, name = samples[0].size, names.pop()
     batch = DenoiseBatch(current.to(dtype), timesteps.to(device), conditioning, *size, transformer=name)

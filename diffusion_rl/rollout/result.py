@@ -115,6 +115,8 @@ def _sample_so_far(family: ModelFamily, request: RequestState, index: int, state
         guidance_scale=request.guidance.scale,
         guidance_scale_2=request.guidance.scale_2,
         embedded_guidance=request.guidance.embedded,
+        cfg_normalization=request.guidance.normalization or None,
+        cfg_truncation=request.guidance.truncation if request.guidance.truncation < 1 else None,
         height=size[0],
         width=size[1],
         num_frames=size[2] if len(size) > 2 else None,

@@ -67,6 +67,7 @@ def condition(request: RequestState, prompts: PromptCache) -> None:
         negative=None if negative is None else prompts.encode(negative, length),
         guidance_scale=guidance.scale,
         embedded_guidance=guidance.embedded,
+        cfg_normalization=guidance.normalization,
     )
 
 

@@ -29,6 +29,8 @@ OPTIONAL_KEYS = (
     "generated_latents",
     "affine_coefficients",
     "guidance_scale_2",
+    "cfg_normalization",
+    "cfg_truncation",
     "rollout_step_transformers",
     "num_frames",
 )  # a row has them only where they say something

@@ -86,6 +86,8 @@ class RolloutRequest(BaseModel):
     rid: str | None = Field(None, min_length=1, max_length=128, description="The request's id, for /abort_request.")
 
     guidance_scale_2: float | None = Field(None, description="For models with two transformers: the second one's.")
+    cfg_normalization: float | bool | None = Field(None, description="Limits a guided velocity's norm (Z-Image).")
+    cfg_truncation: float | None = Field(None, description="0 (noise) to 1: no guidance after that time (Z-Image).")
     seeds: Items[int] | None = Field(None, description="One seed a sample, instead of `seed + i`.")
     rollout_sde_window_size: int | None = Field(None, description="A contiguous run of that many stochastic steps,")
     rollout_sde_window_range: Items[int] | None = Field(None, description="which lies in steps [low, high).")
