@@ -26,8 +26,10 @@ from benchmarks import (
     bench_rollout,
     bench_step_batching,
     make_checkpoint,
+    profile_llm,
     profile_step,
     run_all,
+    tune_paged_attention,
 )
 from benchmarks.full_size import SHAPES, run
 from benchmarks.measure import Budget, Series, alternate, quartiles, ratio
@@ -181,7 +183,7 @@ def test_run_all_runs_every_benchmark_there_is_but_those_that_need_a_gpu() -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("main", [bench_kernels.main, profile_step.main])
+@pytest.mark.parametrize("main", [bench_kernels.main, profile_llm.main, profile_step.main, tune_paged_attention.main])
 def test_a_benchmark_that_needs_a_gpu_says_so(main: Callable[[Sequence[str]], int], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         main(["--out", str(tmp_path / "report.json")])
