@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.offload import LayerwiseOffload, offload_of
@@ -39,6 +39,11 @@ Weights = dict[str, torch.Tensor]
 def deep_sd3() -> Any:
     """The tiny SD3 with more blocks than slots."""
     return sd3_pipeline(layers=BLOCKS)
+
+
+def two_transformers() -> Any:
+    """A tiny Wan whose first step is the first transformer's."""
+    return wan_pipeline(boundary=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +134,22 @@ def test_an_offloaded_engine_has_the_bits_of_one_that_is_not(pair: tuple[Rollout
 
 @pytest.mark.parametrize(
     ("build", "size"),
-    [(deep_sd3, 2), (deep_sd3, 9), (qwen_image_pipeline, 1), (flux_pipeline, 1), (z_image_pipeline, 2)],
+    [
+        (deep_sd3, 2),
+        (deep_sd3, 9),
+        (qwen_image_pipeline, 1),
+        (flux_pipeline, 1),
+        (z_image_pipeline, 2),
+        (two_transformers, 1),
+    ],
 )
 def test_any_size_of_group_and_any_family_has_the_same_bits_also_if_it_was_loaded_before(build: Any, size: int) -> None:
     config = EngineConfig(deterministic="off", dit_layerwise_offload=True, dit_offload_group_size=size)
     expected = RolloutPipeline(copy.deepcopy(build()), config=EngineConfig(deterministic="off"))
     pipeline = RolloutPipeline(copy.deepcopy(build()), config=config)
-    assert equal(rollout(pipeline), rollout(expected))
+    video = {"num_frames": 5} if build is two_transformers else {}
+    assert equal(rollout(pipeline, **video), rollout(expected, **video))
+    assert all(offload_of(transformer) is not None for transformer in pipeline.transformers.values())
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])

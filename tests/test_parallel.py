@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same_bits
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -58,6 +58,11 @@ def qwen(dtype: torch.dtype) -> Any:
     return qwen_image_pipeline(dtype, heads=4)
 
 
+def wan(dtype: torch.dtype) -> Any:
+    """With two transformers, of which the first computes the first step of three."""
+    return wan_pipeline(dtype, boundary=0.9)
+
+
 BOTH = ParallelConfig(sp_degree=2, enable_cfg_parallel=True)
 CASES = [
     Case(flux_pipeline, torch.float32, ParallelConfig(sp_degree=2)),
@@ -68,6 +73,7 @@ CASES = [
     Case(qwen, torch.float32, BOTH),
     Case(qwen, torch.bfloat16, ParallelConfig(enable_cfg_parallel=True)),
     Case(z_image_pipeline, torch.bfloat16, ParallelConfig(sp_degree=4)),
+    Case(wan, torch.bfloat16, ParallelConfig(sp_degree=4)),
 ]
 
 
@@ -93,6 +99,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     dtype = str(case.dtype).removeprefix("torch.")
     alone = RolloutPipeline.from_config(EngineConfig(folder, dtype=dtype))
     size = {} if case.build is sd3 else {"height": 80, "width": 48}
+    if case.build is wan:  # of 120 tokens, of which each of four ranks has as many as there are of text
+        size |= {"width": 128, "num_frames": 9, "max_sequence_length": 30}
     config = EngineConfig(folder, dtype=dtype, parallel=case.parallel, deterministic="on")
     with RolloutPipeline.from_config(config) as ranks:
         yield Pair(case, alone, ranks, {**FULL, **size})

@@ -15,7 +15,7 @@ import pytest
 import torch
 from equality import assert_same_bits
 from safetensors.torch import save as file_of
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -24,7 +24,7 @@ from diffusion_rl.parallel.arrangement import Arrangement, arrange
 from diffusion_rl.parallel.layout import Layout, check_heads, layout_of
 from diffusion_rl.parallel.sharded_target import DTensorTarget
 from diffusion_rl.parallel.tensor import TensorParallel
-from diffusion_rl.rollout.certification import cache_of, make_exact, part_of, probe_batch
+from diffusion_rl.rollout.certification import cache_of, make_exact, part_of, probe_batches
 from diffusion_rl.rollout.compilation import refuse_compiled_ranks
 from diffusion_rl.rollout.replay import replay
 from diffusion_rl.sample import RolloutSample
@@ -312,6 +312,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "StableDiffusion3Pipeline": lambda: sd3_pipeline(dual_attention=True),
     "QwenImagePipeline": lambda: qwen_image_pipeline(heads=4),
     "ZImagePipeline": z_image_pipeline,
+    "WanPipeline": lambda: wan_pipeline(boundary=0.9),
 }
 
 
@@ -321,6 +322,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         *((name, Layout(1, 1, 2)) for name in families.names()),
         ("qwen_image", Layout(2, 1, 2)),
         ("z_image", Layout(2, 1, 2)),
+        ("wan", Layout(2, 1, 2)),
         ("stable_diffusion3", Layout(1, 2, 2)),
     ],
     ids=str,
@@ -329,7 +331,7 @@ def test_every_family_is_split_and_all_ranks_hold_the_same_bits(name: str, layou
     pipeline = BUILDERS[families.get(name).pipeline_class_name]()
     whole = family_for(pipeline)
     whole.defaults = replace(whole.defaults, height=64, width=64)
-    batch = probe_batch(whole)
+    batch = probe_batches(whole)[-1]
     with torch.no_grad():
         expected = whole.predict(batch)
 
