@@ -53,6 +53,14 @@ Deterministic = Annotated[
 DisableCudaGraph = Annotated[
     bool, _of(LOADING, "--disable-cuda-graph", text="Launch every kernel of decoding one by one; the same bits.")
 ]
+DisableOverlap = Annotated[
+    bool,
+    _of(
+        BATCHING,
+        "--disable-overlap-schedule",
+        text="Launch decoding's next step when the last one's tokens are known, not before; the same bits.",
+    ),
+]
 ContextLength = Annotated[int | None, _of(BATCHING, text="Most tokens of prompt and output.", least=1)]
 MaxRunning = Annotated[int, _of(BATCHING, text="Sequences computed at the same time.", least=1)]
 MaxQueued = Annotated[int, _of(BATCHING, text="Sequences that may wait.", least=1)]

@@ -27,6 +27,7 @@ def serve(
     tp_size: options.TpSize = ENGINE.tp_size,
     deterministic: options.Deterministic = None,
     disable_cuda_graph: options.DisableCudaGraph = False,
+    disable_overlap_schedule: options.DisableOverlap = False,
     context_length: options.ContextLength = ENGINE.context_length,
     max_running_requests: options.MaxRunning = ENGINE.max_running_requests,
     max_queued_requests: options.MaxQueued = ENGINE.max_queued_requests,
@@ -79,6 +80,7 @@ def serve(
         speculative_num_steps=speculative_num_steps,
         deterministic=options.chosen_determinism(deterministic),
         cuda_graphs=not disable_cuda_graph,
+        overlap_schedule="off" if disable_overlap_schedule else "auto",
         weight_version=weight_version,
         control=ControlConfig(
             implicit_weight_sessions=implicit_weight_sessions,

@@ -289,6 +289,7 @@ class LLMEngine:
             "dp_size": 1,
             "speculative_draft_model_path": self.config.speculative_draft_model_path,
             "speculative_num_steps": 0 if self.drafter is None else self.drafter.num_steps,
+            "overlap_schedule": self._overlaps,
             "deterministic": self.exactness.describe(),
             "threads": torch.get_num_threads(),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
