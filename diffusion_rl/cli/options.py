@@ -218,11 +218,11 @@ Seed = Annotated[
     typer.Option(help="Sample i of prompt p gets seed + p * k + i. Left out, one is chosen and shown."),
 ]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's default if left out.")]
-GuidanceScale = Annotated[float | None, typer.Option(help="Classifier-free guidance.")]
+GuidanceScale = Annotated[float | None, typer.Option(help="Classifier-free guidance; FLUX.1 dev embeds it.")]
 GuidanceScale2 = Annotated[
     float | None, typer.Option("--guidance-scale-2", help="That of a second transformer, if the model has one.")
 ]
-TrueCfgScale = Annotated[float | None, typer.Option(help="Qwen-Image's name for its guidance.")]
+TrueCfgScale = Annotated[float | None, typer.Option(help="Classifier-free guidance of Qwen-Image and FLUX.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels; the model's default if left out.")]
 NumFrames = Annotated[int | None, typer.Option(min=1, help="Of a video; the model's default if left out.")]

@@ -64,8 +64,8 @@ class RolloutRequest(BaseModel):
     height: int | None = Field(None, description="Pixels; the model's own default if left out.")
     num_inference_steps: int | None = Field(None, description="T, the number of denoising steps.")
     num_outputs_per_prompt: int | None = Field(None, description="K, the samples of this group; left out, 1.")
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = Field(None, description="Qwen-Image's name for its guidance scale.")
+    guidance_scale: float | None = Field(None, description="Classifier-free guidance; FLUX.1 dev embeds it.")
+    true_cfg_scale: float | None = Field(None, description="Classifier-free guidance of Qwen-Image and FLUX.")
     num_frames: int | None = Field(None, description="Of a video; 1 or null for picture models.")
     fps: int | None = Field(None, description="Accepted for compatibility: no model here is conditioned on it.")
     rollout: bool = Field(True, description="false: evaluation, images only.")
