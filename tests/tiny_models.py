@@ -380,10 +380,16 @@ def _qwen_tokenizer(chat_template: str | None = None) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=vocab, merges=[], chat_template=chat_template, **special)
 
 
+SMALL_DEFAULTS: dict[type[DiffusionPipeline], dict[str, int]] = {
+    FluxPipeline: {"height": 64, "width": 64, "max_sequence_length": 77},
+    WanPipeline: {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 77},
+}
+
+
 def save(pipeline: DiffusionPipeline, folder: Path) -> Path:
     """Writes the pipeline as a diffusers folder that `DiffusionPipeline.from_pretrained` loads."""
     pipeline.save_pretrained(folder)
     assert json.loads((folder / "model_index.json").read_text())["_class_name"]
-    if isinstance(pipeline, FluxPipeline):  # its own sizes would take long to certify
-        (folder / DEFAULTS_FILE).write_text(json.dumps({"height": 64, "width": 64, "max_sequence_length": 77}))
+    if type(pipeline) in SMALL_DEFAULTS:  # its own sizes would take long to certify
+        (folder / DEFAULTS_FILE).write_text(json.dumps(SMALL_DEFAULTS[type(pipeline)]))
     return folder
