@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
+from diffusion_rl.batch import FIRST, SECOND
 from engine_control.errors import ConflictError, InvalidRequestError
 from engine_control.memory.backup import host_slab, unpin
 
 logger = logging.getLogger(__name__)
 
-OFFLOADED = ("transformer", "transformer_2")
+OFFLOADED = (FIRST, SECOND)
 """The components of a pipeline whose blocks are offloaded."""
 SLOTS = 2
 ALIGNMENT = 512  # bytes, of each weight; kernels take their fast ways from 16 on

@@ -1,4 +1,4 @@
-"""Unmerged LoRA adapters on the family's transformer, one rank's: by name, and in force for one batch at a time.
+"""Unmerged LoRA adapters on the family's transformers, one rank's: by name, and in force for one batch at a time.
 
 An adapter is applied by hooks that stand for the length of a forward: no module is wrapped and no weight renamed, so
 that refits, checksums and the memory saver see the base alone. The operations and their order are those of peft's
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from diffusion_rl.batch import FIRST
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.compiled import CompiledForward
 from diffusion_rl.models.graphs import CudaGraphs
@@ -32,7 +33,7 @@ LinearChoices = Mapping[tuple[int, int, torch.dtype], str]
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of the transformer, and what is added to its output: `b (a x) * scale`."""
+    """A linear layer of a transformer, and what is added to its output: `b (a x) * scale`."""
 
     module: torch.nn.Module
     a: torch.Tensor
@@ -170,11 +171,10 @@ class Adapters:
             self._forget_graphs(name)
 
     def _layers(self, config: AdapterConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, AdaptedLayer]:
-        transformer, device = self._family.transformer, self._family.device
-        linears = {path: m for path, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
+        device, linears = self._family.device, self._linears()
         own = ((name, tensor.detach().to(device, copy=True)) for name, tensor in tensors)
         layers = {}
-        for pair in pairs_of(own, linears.__contains__, "transformer"):
+        for pair in pairs_of(own, linears.__contains__, FIRST):
             module = linears[pair.layer]
             check_fit(pair, module.weight)
             for factor in (pair.a, pair.b):
@@ -189,6 +189,15 @@ class Adapters:
         if not layers:
             raise RefitRefusedError("an adapter without tensors", code="invalid_adapter", field="tensors")
         return layers
+
+    def _linears(self) -> dict[str, torch.nn.Linear]:
+        """Of all transformers, by their paths; those of another than the first begin with its name."""
+        return {
+            path if owner == FIRST else f"{owner}.{path}": module
+            for owner, transformer in self._family.transformers.items()
+            for path, module in transformer.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
 
     def _certified(self, adapter: Adapter) -> LinearChoices:
         """How the adapter's products are computed, where that isn't known yet: as a trainer's certification finds it.

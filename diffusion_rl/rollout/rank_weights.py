@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from diffusion_rl.batch import FIRST, SECOND
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
@@ -20,7 +21,7 @@ from engine_control.memory.base import MemoryMechanism, mechanisms
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import ModuleTarget
 
-TRAINED = ("transformer", "transformer_2")
+TRAINED = (FIRST, SECOND)
 """The modules that a trainer trains: what a session is about that names none, and all that a release without backup may
 lose. Nobody would send the others again."""
 
