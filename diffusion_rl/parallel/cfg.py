@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffusion_rl.batch import Conditioning, Rows
+from diffusion_rl.transfer import to_device
 from engine_control.groups import RankGroup
 
 Forward = Callable[[Rows], torch.Tensor]
@@ -49,7 +50,7 @@ def guidance_scales(conditioning: Sequence[Conditioning]) -> torch.Tensor:
 def combine_guidance(negative: torch.Tensor, positive: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """n + s (p - n) with each sample's own scale `[n]` (fp32), rounded where a scalar product in the model's dtype
     would round."""
-    scales = scales.to(negative.device).reshape((-1,) + (1,) * (negative.dim() - 1))
+    scales = to_device(scales, negative.device).reshape((-1,) + (1,) * (negative.dim() - 1))
     return negative + (scales * (positive - negative).float()).to(negative.dtype)
 
 

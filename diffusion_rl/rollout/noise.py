@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 
 import torch
+
+from diffusion_rl.transfer import to_device
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -35,9 +38,9 @@ def philox(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
 
     Both halves of a round are one operation: `even` holds words 0 and 2 of the counter, `odd` words 1 and 3.
     """
-    rounds = torch.arange(_ROUNDS, device=key.device).reshape(-1, *(1,) * key.dim())
-    keys = ((key + rounds * torch.tensor(_WEYL, device=key.device)) & _MASK).movedim(-1, 1)  # [rounds, 2, ...]
-    multipliers = torch.tensor(_MULTIPLIERS[::-1], device=key.device).reshape(-1, *(1,) * (counter.dim() - 1))
+    increments, multipliers = _constants(key.device)
+    keys = ((key + increments.reshape(_ROUNDS, *(1,) * (key.dim() - 1), 2)) & _MASK).movedim(-1, 1)  # [rounds, 2, ...]
+    multipliers = multipliers.reshape(-1, *(1,) * (counter.dim() - 1))
     even, odd = counter[..., 0::2].movedim(-1, 0), counter[..., 1::2].movedim(-1, 0)
     for key_of_round in keys.unbind(0):
         product = even.flip(0).mul_(multipliers)
@@ -46,13 +49,21 @@ def philox(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
 
 
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(increments, multipliers)` on the device: what each round adds to the key `[rounds, 2]`, and the multipliers of
+    words 2 and 0 `[2]`. Kept, for a GPU would have to be waited for to get them."""
+    increments = torch.arange(_ROUNDS)[:, None] * torch.tensor(_WEYL)
+    return increments.to(device), torch.tensor(_MULTIPLIERS[::-1], device=device)
+
+
 def random_words(
     seeds: Sequence[int], stream: NoiseStream, steps: Sequence[int], count: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """`[n, count]` 32-bit words (int64), one row for each of n (seed, step) pairs."""
     blocks = math.ceil(count / 4)
     words = torch.tensor([[s & _MASK, (s >> 32) & _MASK, step] for s, step in zip(seeds, steps, strict=True)])
-    words = words.to(device).unsqueeze(1)
+    words = to_device(words, torch.device(device)).unsqueeze(1)
     counter = torch.zeros(4, len(seeds), blocks, dtype=torch.int64, device=device)
     counter[0] = torch.arange(blocks, device=device)
     counter[1] = words[..., 2]

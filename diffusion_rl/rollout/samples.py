@@ -20,6 +20,7 @@ from diffusion_rl.rollout.schedule import make_schedule
 from diffusion_rl.rollout.transition import advance, round_to_storage
 from diffusion_rl.sample import ResumeState
 from diffusion_rl.schedulers import step_kinds
+from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
 
 
@@ -118,7 +119,7 @@ def advance_batch(family: ModelFamily, batch: Sequence[SampleState], arrangement
     latents = torch.stack([s.latents for s in batch]).to(family.dtype)
     conditioning = tuple(s.request.conditioning_at(s.step) for s in batch)
     transformer = first.schedule.transformers[batch[0].step]
-    inputs = DenoiseBatch(latents, timesteps.to(family.device), conditioning, *first.size, transformer=transformer)
+    inputs = DenoiseBatch(latents, to_device(timesteps, family.device), conditioning, *first.size, transformer=transformer)
     advance(batch, family.predict(inputs, arrangement=arrangement))
 
 

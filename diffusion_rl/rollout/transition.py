@@ -13,6 +13,7 @@ from diffusion_rl.rollout.queue import SampleState
 from diffusion_rl.rollout.schedule import ODE
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.schedulers.base import StepTerms, log_prob
+from diffusion_rl.transfer import to_device
 
 _STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,13 +44,14 @@ def advance(batch: Sequence[SampleState], model_outputs: torch.Tensor) -> None:
     for row, sample in enumerate(batch):
         groups.setdefault(step_group(sample, model_outputs.dtype), []).append(row)
     for group, rows in groups.items():
-        outputs = model_outputs if len(rows) == len(batch) else model_outputs[rows]
+        # Not by a list as an index: it would be copied to the device, and waited for.
+        outputs = model_outputs if len(rows) == len(batch) else torch.stack([model_outputs[r] for r in rows])
         _advance_group(group, [batch[r] for r in rows], outputs)
 
 
 def _advance_group(group: StepGroup, samples: list[SampleState], model_outputs: torch.Tensor) -> None:
     columns = torch.stack([s.request.schedule.columns[s.step] for s in samples])
-    terms = StepTerms.from_columns(columns.to(model_outputs.device))
+    terms = StepTerms.from_columns(to_device(columns, model_outputs.device))
     state = torch.stack([s.latents for s in samples]).float()
     step_kind = step_kinds.get(group.kind)
     previous_x0 = _previous_x0(samples) if step_kind.needs_previous_x0 else None
