@@ -250,8 +250,10 @@ def _replay(pipeline: RolloutPipeline) -> Check:
 
 
 def _probe(pipeline: RolloutPipeline, *, count: int, steps: int, seed: int = PROBE_SEED) -> list[RolloutSample]:
+    frames = pipeline.engine.family.frame_multiple
     return pipeline(
         "a red circle",  # short enough for any text encoder
+        num_frames=None if frames is None else 1 + frames,
         num_outputs_per_prompt=count,
         num_inference_steps=steps,
         seed=seed,

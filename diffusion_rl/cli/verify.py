@@ -65,7 +65,7 @@ def record(
     _refuse_model_beside_url(url, model or model_path)
     with _source(url, EngineConfig(chosen, dtype, device), console) as source, console.status("rolling out"):
         asked = own or default_requests(
-            _size_multiple(source), prompts=prompt or (), kinds=sde_type or (), size=pixels, steps=steps
+            **_multiples(source), prompts=prompt or (), kinds=sde_type or (), size=pixels, steps=steps
         )
         made = make_record(source, asked, full=full)
     path = made.save(out)
@@ -158,13 +158,13 @@ def _replaying(source: Source, config: EngineConfig, console: Console) -> Rollou
         return load_pipeline(config)
 
 
-def _size_multiple(source: Source) -> int:
+def _multiples(source: Source) -> dict[str, Any]:
+    """Of which pixels, and frames, the loaded model takes multiples."""
     from diffusion_rl.client import RolloutClient
     from diffusion_rl.verify.submission import reached
 
-    if isinstance(source, RolloutClient):
-        return int(reached(source.server_info)["size_multiple"])
-    return source.engine.family.size_multiple
+    described = reached(source.server_info) if isinstance(source, RolloutClient) else source.engine.describe()
+    return {name: described[name] for name in ("size_multiple", "frame_multiple")}
 
 
 def _own_requests(path: Path, others: object) -> list[Mapping[str, object]]:

@@ -28,6 +28,7 @@ EVERYTHING: Mapping[str, object] = {
 def default_requests(
     size_multiple: int,
     *,
+    frame_multiple: int | None = None,
     prompts: Sequence[str] = (),
     kinds: Sequence[str] = (),
     size: tuple[int, int] | None = None,
@@ -36,10 +37,12 @@ def default_requests(
     """Each prompt (one held-out caption) by each step kind (sde, cps, dance, ode), with guidance and without, K = 2.
 
     size is `(width, height)` in pixels; left out, it is a small square that a model of this `size_multiple` takes.
+    Videos, of models with a `frame_multiple`, are the shortest of more than one frame.
     Guidance is `true_cfg_scale` with an empty negative prompt, which every family understands.
     """
     side = -(-DEFAULT_SIDE // size_multiple) * size_multiple
     width, height = size or (side, side)
+    frames = {} if frame_multiple is None else {"num_frames": 1 + frame_multiple}
     requests: list[RolloutParams] = []
     for prompt in prompts or held_out_captions()[:1]:
         for kind in kinds or DEFAULT_KINDS:
@@ -53,6 +56,7 @@ def default_requests(
                             "rollout_sde_type": kind,
                             "width": width,
                             "height": height,
+                            **frames,
                             "num_inference_steps": steps or DEFAULT_STEPS,
                             "num_outputs_per_prompt": DEFAULT_OUTPUTS,
                             "seed": FIRST_SEED + DEFAULT_OUTPUTS * len(requests),
