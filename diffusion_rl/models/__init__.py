@@ -16,7 +16,7 @@ families: Registry[ModelFamily] = Registry(
     "diffusion_rl.models",
     ModelFamily,  # type: ignore[type-abstract]
     noun="model family",
-    skip=("loading", "runner", "graphs", "compiled", "fused_blocks", "offload", "packed"),
+    skip=("loading", "runner", "graphs", "compiled", "fused_blocks", "offload", "packed", "single_frame"),
 )
 
 

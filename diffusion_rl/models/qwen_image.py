@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import host_copy, refuse_long_prompt
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
+from diffusion_rl.models.single_frame import first_frame
 from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.sample import CondValue
 from rl_kernels import AttentionPlan
+from rl_kernels.replacing import Replacement, replaced_forwards, replacements
 
 
 class QwenImageFamily(PackedLatentFamily):
@@ -72,11 +76,21 @@ class QwenImageFamily(PackedLatentFamily):
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         vae = self.pipeline.vae
         grid = self.unpack(latents, height, width).to(vae.dtype)
-        shape = (1, vae.config.z_dim, 1, 1, 1)
-        mean = torch.tensor(vae.config.latents_mean).view(shape).to(grid)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(grid)
-        pictures = vae.decode(grid / inverse_std + mean, return_dict=False)[0][:, :, 0].float()
+        mean, inverse_std = self._latent_statistics
+        with replaced_forwards(self._first_frames):
+            pictures = vae.decode(grid / inverse_std + mean, return_dict=False)[0][:, :, 0].float()
         return (pictures * 0.5 + 0.5).clamp(0, 1)
+
+    @cached_property
+    def _latent_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and 1 / standard deviation of each latent channel, `[1, C, 1, 1, 1]` where the VAE is."""
+        vae = self.pipeline.vae
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+        return mean.to(self.device, vae.dtype), 1.0 / std.to(self.device, vae.dtype)
+
+    @cached_property
+    def _first_frames(self) -> tuple[Replacement, ...]:
+        return replacements(self.pipeline.vae, {QwenImageCausalConv3d: first_frame})
 
     def cond_kwargs(self, prompt: PromptEmbeds, height: int, width: int) -> dict[str, CondValue]:
         length = len(prompt.prompt_embeds)

@@ -119,7 +119,8 @@ def advance_batch(family: ModelFamily, batch: Sequence[SampleState], arrangement
     latents = torch.stack([s.latents for s in batch]).to(family.dtype)
     conditioning = tuple(s.request.conditioning_at(s.step) for s in batch)
     transformer = first.schedule.transformers[batch[0].step]
-    inputs = DenoiseBatch(latents, to_device(timesteps, family.device), conditioning, *first.size, transformer=transformer)
+    timesteps = to_device(timesteps, family.device)
+    inputs = DenoiseBatch(latents, timesteps, conditioning, *first.size, transformer=transformer)
     advance(batch, family.predict(inputs, arrangement=arrangement))
 
 
