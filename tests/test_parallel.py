@@ -65,7 +65,6 @@ def wan(dtype: torch.dtype) -> Any:
 
 BOTH = ParallelConfig(sp_degree=2, enable_cfg_parallel=True)
 CASES = [
-    Case(flux_pipeline, torch.float32, ParallelConfig(sp_degree=2)),
     Case(flux_pipeline, torch.bfloat16, ParallelConfig(sp_degree=4)),
     Case(sd3, torch.bfloat16, ParallelConfig(sp_degree=2)),
     Case(sd3, torch.float32, ParallelConfig(ulysses_degree=4)),

@@ -320,6 +320,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     ("name", "layout"),
     [
         *((name, Layout(1, 1, 2)) for name in families.names()),
+        ("flux", Layout(2, 1, 2)),
         ("qwen_image", Layout(2, 1, 2)),
         ("z_image", Layout(2, 1, 2)),
         ("wan", Layout(2, 1, 2)),
