@@ -24,7 +24,7 @@ from diffusion_rl.rollout.certification import probe_batch
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.schedulers.sde import SDESchedulerMixin
 from diffusion_rl.trainer import exact_training
-from engine_control.errors import InvalidRequestError
+from engine_control.errors import InvalidRequestError, RefitRefusedError
 from engine_control.groups import RankGroup, Rendezvous
 from rl_kernels import exact_mode
 
@@ -195,6 +195,29 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     stock.tokenizer.chat_template = None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         family_for(stock)
+
+
+def test_it_is_certified_with_captions_that_the_transformer_pads_to_several_lengths(pipeline: RolloutPipeline) -> None:
+    family = pipeline.engine.family
+    batch = probe_batch(family)
+    call = {"x": list(batch.latents), "cap_feats": [c.positive.prompt_embeds for c in batch.conditioning]}
+    plan = family.plan_of_call(call)
+    assert plan is not None
+    assert len(set(plan.text_lengths)) == 2
+
+
+def test_a_refit_is_all_or_nothing_and_leaves_an_engine_that_loaded_these_weights(pipeline: RolloutPipeline) -> None:
+    new = {name: tensor * 1.02 for name, tensor in pipeline.transformer.state_dict().items()}
+    stock = copy.deepcopy(pipeline.engine.family.pipeline)
+    stock.transformer.load_state_dict(new)
+    fresh, refitted = RolloutPipeline(stock), RolloutPipeline(copy.deepcopy(pipeline.engine.family.pipeline))
+    for name in ("cap_pad_token", "noise_refiner.0.attention.to_out.0.weight"):
+        with pytest.raises(RefitRefusedError, match=f"{name}.*never came"):
+            refitted.refit({n: t for n, t in new.items() if n != name})
+    before = refitted("cat", seed=1, **FIELDS)[0]
+    assert_same_bits(before, pipeline("cat", seed=1, **FIELDS)[0])
+    refitted.refit(new)
+    assert_same_bits(refitted("cat", seed=1, **FIELDS)[0], fresh("cat", seed=1, **FIELDS)[0])
 
 
 def test_it_is_not_compiled_and_says_so() -> None:

@@ -70,6 +70,7 @@ class ModelFamily(ABC):
     max_shift: ClassVar[float] = 1.15  # of dynamic shifting, where the scheduler's configuration names none
     sequence_spec: ClassVar[SequenceSpec]  # where the transformer's tokens may be split over ranks
     tensor_plan: ClassVar[TensorPlan]  # how its weights are
+    probe_prompts: ClassVar[tuple[str, str]] = ("a", "a b c")  # of two lengths, as the transformer counts tokens
     limits_guidance: ClassVar[bool] = False  # whether its pipeline has cfg_normalization and cfg_truncation
     compiles: ClassVar[bool] = True  # whether its transformer's forward has one shape for torch.compile
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks

@@ -34,6 +34,7 @@ class ZImageFamily(ModelFamily):
 
     pipeline_class_name = "ZImagePipeline"
     text_first = False
+    probe_prompts = ("a", "a " * SEQ_MULTI_OF)
     limits_guidance = True
     compiles = False  # each prompt is an argument with a length of its own: there is no one shape to compile
     sequence_spec = SequenceSpec(

@@ -307,7 +307,7 @@ def probe_batches(family: ModelFamily) -> list[DenoiseBatch]:
 def probe_batch(family: ModelFamily) -> DenoiseBatch:
     """Guided samples at different steps, with prompts of two lengths, of the default size or a smaller one."""
     defaults, size = family.defaults, _probe_size(family)
-    short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in ("a", "a b c"))
+    short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in family.probe_prompts)
     told = defaults.embedded_guidance
     conditioning = tuple(
         Conditioning((short, long)[i % 2], short, 2.0 + i, None if told is None else told + i) for i in range(SAMPLES)
