@@ -10,9 +10,9 @@ import torch
 
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
-from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention
+from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv
 from rl_kernels.rms_norm import add_rms_norm, rms_norm
-from rl_kernels.rotary import apply_rotary
 from rl_kernels.silu_mul import silu_mul
 
 ROWS = 70
@@ -60,8 +60,8 @@ class Memory:
         self.keys, self.values = (talks.keys[0].new_full((slots, kv_heads, head_dim), torch.nan) for _ in range(2))
         for own, key, value in zip(self.pages, talks.keys, talks.values, strict=True):
             at = torch.arange(len(key))
-            where = torch.tensor(own)[at // page_size] * page_size + at % page_size
-            store_kv(key, value, self.keys, self.values, where.to(key.device))
+            where = (torch.tensor(own)[at // page_size] * page_size + at % page_size).to(key.device)
+            self.keys[where], self.values[where] = key, value
 
     def attend(
         self, talks: Conversations, calls: list[tuple[int, int, int]], *, width: int = 0, split: bool | None = None
@@ -115,16 +115,42 @@ def rotary_table(positions: int, head_dim: int) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
+@dataclass(frozen=True)
+class Projections:
+    """What a layer's projection leaves of rows, out of which heads are normed, turned and stored."""
+
+    qkv: torch.Tensor
+    kv_heads: int
+    rotation: Rotation
+    norms: HeadNorms | None
+
+    @classmethod
+    def of(
+        cls, rows: int, shape: tuple[int, int, int], dtype: torch.dtype, *, norms: bool, device: str = "cpu"
+    ) -> Projections:
+        heads, kv_heads, head_dim = shape
+        qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(device, dtype)
+        rotation = Rotation(rotary_table(300, head_dim).to(device), torch.randint(0, 300, (rows,)).to(device))
+        weights = [(1 + torch.randn(head_dim)).to(device, dtype) for _ in range(2)]
+        return cls(qkv, kv_heads, rotation, HeadNorms(weights[0], weights[1], 1e-6) if norms else None)
+
+    def paged(self, rows: slice, slots: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, and caches with a slot for each of the rows and zeros at first; by default rows stand in order."""
+        qkv, table, positions = self.qkv[rows], self.rotation.cos_sin, self.rotation.positions[rows]
+        keys, values = qkv.new_zeros(2, len(qkv), self.kv_heads, table.shape[1])
+        where = torch.tensor(range(len(qkv)) if slots is None else slots, device=qkv.device)
+        query = paged_qkv(qkv, keys, values, where, rotation=Rotation(table, positions), norms=self.norms)
+        return query, keys, values
+
+
 def rowwise(
     width: int, dtype: torch.dtype, device: str = "cpu"
 ) -> dict[str, Callable[[slice], tuple[torch.Tensor, ...]]]:
     """Every operation on inputs that a seed fixes, as a function of the rows that it gets."""
     head_dim = max(width // 4, 4) // 4 * 4
     x, y, gate_up = (torch.randn(ROWS, n).to(device, dtype) for n in (width, width, 2 * width))
-    weight, head_weight = (1 + torch.randn(n).to(device, dtype) for n in (width, head_dim))
-    joint = torch.randn(ROWS, 6 * head_dim).to(device, dtype)
-    query, key = joint[:, : 3 * head_dim].unflatten(1, (3, -1)), joint[:, 4 * head_dim :].unflatten(1, (2, -1))
-    table, positions = rotary_table(300, head_dim).to(device), torch.randint(0, 300, (ROWS,)).to(device)
+    weight = 1 + torch.randn(width).to(device, dtype)
+    projections = Projections.of(ROWS, (3, 1, head_dim), dtype, norms=True, device=device)
     vocabulary = 5000 + 17 * width
     logits = (torch.randn(ROWS, vocabulary) * 5).to(device)
     ids = torch.randint(0, vocabulary, (ROWS, 3)).to(device)
@@ -132,9 +158,8 @@ def rowwise(
     noise, greedy = torch.randint(-(2**63), 2**63 - 1, (ROWS,)).to(device), (torch.arange(ROWS) % 3 == 0).to(device)
     return {
         "rms_norm": lambda r: (rms_norm(x[r], weight, 1e-6),),
-        "rms_norm of heads": lambda r: (rms_norm(query[r], head_weight, 1e-6),),
         "add_rms_norm": lambda r: add_rms_norm(x[r], y[r], weight, 1e-6),
-        "apply_rotary": lambda r: apply_rotary(query[r], key[r], table, positions[r]),
+        "paged_qkv": lambda r: projections.paged(r),
         "silu_mul": lambda r: (silu_mul(gate_up[r]),),
         "row_log_softmax": lambda r: (row_log_softmax(logits[r]),),
         "gather_log_probs": lambda r: (gather_log_probs(logits[r], ids[r]),),

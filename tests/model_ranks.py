@@ -16,15 +16,29 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 from llm_runtime.config import LLMConfig
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
+from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv
 
 TOKENS = torch.tensor([7, 100, 258, 3, 319, 0, 42, 42, 9, 256, 111])
+
+
+def heads_of(
+    model: CausalLM, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values `[N, heads, D]` of rows, in their order."""
+    key, value = qkv.new_empty(2, len(qkv), model.local_kv_heads, model.config.head_dim)
+    query = paged_qkv(qkv, key, value, torch.arange(len(qkv)), rotation=rotation, norms=norms)
+    return query, key, value
 
 
 class DenseAttention:
     """One sequence from its first token on, whole."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+
+    def __call__(self, layer: int, qkv: torch.Tensor, *, rotation: Rotation, norms: HeadNorms | None) -> torch.Tensor:
+        heads = heads_of(self.model, qkv, rotation, norms)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in heads)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
@@ -59,7 +73,7 @@ def on_ranks(size: int, work: Callable[[GlooRank], Any]) -> list[Any]:
 
 @torch.no_grad()
 def logits(model: CausalLM) -> torch.Tensor:
-    return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), DenseAttention()))
+    return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), DenseAttention(model)))
 
 
 def load(folder: Path, **config: Any) -> CausalLM:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from llm_operations import ROWS, Conversations, Memory, cuts, dense, rotary_table, rowwise, whole
+from llm_operations import ROWS, Conversations, Memory, Projections, cuts, dense, rowwise, whole
+from torch.func import functional_call
 
 import rl_kernels.certify_paged as certify
 import rl_kernels.paged_attention as paged
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
-from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention
+from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv
 from rl_kernels.rms_norm import add_rms_norm, rms_norm
-from rl_kernels.rotary import apply_rotary
 from rl_kernels.silu_mul import silu_mul
 from rl_kernels.verdict_cache import Verdict, VerdictCache, forget
 
@@ -102,14 +103,6 @@ def test_a_row_without_context_is_zeros_and_disturbs_nobody() -> None:
     out = paged_attention(query, memory.keys, memory.values, plan, scale=talks.scale)
     assert torch.equal(out[1:71], whole(talks)[0])
     assert not out[[0, 71]].any()
-
-
-def test_a_slot_of_minus_one_is_not_written() -> None:
-    keys, values = torch.zeros(2, 8, 2, 16)
-    rows = torch.ones(3, 2, 16)
-    store_kv(rows, 2 * rows, keys, values, torch.tensor([5, -1, 0]))
-    assert keys[:, 0, 0].tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
-    assert values[:, 0, 0].tolist() == [2, 0, 0, 0, 0, 2, 0, 0]
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
@@ -213,17 +206,54 @@ def test_norms_round_where_qwen3_does(dtype: torch.dtype) -> None:
         assert torch.equal(normed, theirs(x + y))
 
 
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("shape", [(6, 2, 32), (1, 1, 6)], ids=str)
 @dtypes
-def test_rotary_turns_as_qwen3_does(dtype: torch.dtype) -> None:
-    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+def test_heads_are_normed_and_turned_as_qwen3_does_and_stored(
+    shape: tuple[int, int, int], dtype: torch.dtype, norms: bool
+) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    query, key = torch.randn(9, 4, 32).to(dtype), torch.randn(9, 2, 32).to(dtype)
-    table, positions = rotary_table(300, 32), torch.randint(0, 300, (9,))
-    cos, sin = (half.repeat(1, 2)[positions][None].to(dtype) for half in table.chunk(2, dim=-1))
-    theirs = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos, sin)
-    for ours, right in zip(apply_rotary(query, key, table, positions), theirs, strict=True):
-        assert torch.equal(ours, right[0].transpose(0, 1))
+    heads, kv_heads, head_dim = shape
+    made = Projections.of(5, shape, dtype, norms=norms)
+    found = made.paged(slice(None), slots=[4, -1, 0, -1, 2])
+    parts = made.qkv.unflatten(1, (-1, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
+    query, key, value = (x.transpose(0, 1)[None] for x in parts)
+    if made.norms is not None:
+        norm = Qwen3RMSNorm(head_dim, eps=made.norms.eps)
+        with torch.no_grad():
+            query, key = (
+                functional_call(norm, {"weight": weight}, x)
+                for weight, x in ((made.norms.query, query), (made.norms.key, key))
+            )
+    cos, sin = (x.repeat(1, 2)[made.rotation.positions][None].to(dtype) for x in made.rotation.cos_sin.chunk(2, dim=-1))
+    query, key = (x[0].transpose(0, 1) for x in apply_rotary_pos_emb(query, key, cos, sin))
+    assert torch.equal(found[0], query)
+    for ours, right in zip(found[1:], (key, value[0].transpose(0, 1)), strict=True):
+        assert torch.equal(ours[[4, 0, 2]], right[[0, 2, 4]])
+        assert not ours[[1, 3]].any()
+
+
+def test_projections_that_do_not_fit_are_refused() -> None:
+    made = Projections.of(3, (2, 1, 16), torch.float32, norms=True)
+    assert made.norms is not None
+    caches, slots, rotation, norms = torch.zeros(2, 8, 1, 16), torch.arange(3), made.rotation, made.norms
+
+    def refused(match: str, **changed: Any) -> None:
+        given = {"qkv": made.qkv, "slots": slots, "key_cache": caches[0], "rotation": rotation, "norms": norms}
+        with pytest.raises(ValueError, match=match):
+            paged_qkv(**{"value_cache": caches[1], **given, **changed})
+
+    refused(r"\(heads \+ 2 \* 1\) \* 16\] .* got \(3, 40\)", qkv=made.qkv[:, :40])
+    refused(r"got \(3, 32\)", qkv=made.qkv[:, :32])
+    refused("one dtype", qkv=made.qkv.bfloat16())
+    refused("no gradient", qkv=made.qkv.clone().requires_grad_())
+    refused(r"slots of shape \(3,\), got \(2,\)", slots=slots[:2])
+    refused(r"positions of shape \(3,\)", rotation=Rotation(rotation.cos_sin, slots[:2]))
+    refused(r"takes cos_sin in torch\.float32", rotation=Rotation(rotation.cos_sin.half(), slots))
+    refused(r"key_weight of shape \(16,\)", norms=HeadNorms(norms.query, norms.key[:8], 1e-6))
+    refused("contiguous caches", key_cache=torch.zeros(8, 1, 32)[..., ::2])
 
 
 @dtypes
@@ -269,8 +299,6 @@ def test_operations_refuse_what_does_not_fit() -> None:
         rms_norm(x, torch.zeros(32), 1e-6)
     with pytest.raises(ValueError, match="one dtype"):
         add_rms_norm(x, x.bfloat16(), torch.zeros(64), 1e-6)
-    with pytest.raises(ValueError, match="takes cos_sin in"):
-        apply_rotary(x[:, None], x[:, None], torch.zeros(9, 64).bfloat16(), torch.zeros(3).long())
     with pytest.raises(ValueError, match="gate_up of shape"):
         silu_mul(torch.zeros(3, 63))
     with pytest.raises(ValueError, match="in fp32"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_llms
 import torch
-from model_ranks import TOKENS, GlooRank, load, logits, on_ranks, stored
+from model_ranks import TOKENS, GlooRank, heads_of, load, logits, on_ranks, stored
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -27,6 +27,7 @@ from llm_runtime.layers.rotary import inverse_frequencies
 from llm_runtime.models import families
 from llm_runtime.models.loading import load_model, model_folder, read_model_config
 from rl_kernels import exact_mode
+from rl_kernels.paged_qkv import HeadNorms, Rotation
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True},
@@ -98,7 +99,8 @@ def test_logits_are_those_of_transformers(case: str, folders: Callable[[str], Pa
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(case: str, folders: Callable[[str], Path]) -> None:
-    def to_itself(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def to_itself(layer: int, qkv: torch.Tensor, *, rotation: Rotation, norms: HeadNorms | None) -> torch.Tensor:
+        query, key, value = heads_of(model, qkv, rotation, norms)
         return query * key.repeat_interleave(2, 1) + value.repeat_interleave(2, 1)
 
     model, positions = load(folders(case)), torch.arange(20, 20 + len(TOKENS))

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from llm_operations import ROWS, Conversations, Memory, cuts, dense, rowwise, whole
+from llm_operations import ROWS, Conversations, Memory, Projections, cuts, dense, rowwise, whole
 
 import rl_kernels.certify_paged as certify
 import rl_kernels.paged_launch as paged_launch
@@ -30,7 +30,7 @@ from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
-from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention
 from rl_kernels.paged_launch import BLOCKS, TILE
 from rl_kernels.verdict_cache import forget
 
@@ -158,12 +158,26 @@ def test_a_row_without_context_is_zeros_and_disturbs_nobody(split: bool) -> None
 
 
 @runs
-def test_a_slot_of_minus_one_is_not_written() -> None:
-    keys, values = torch.zeros(2, 8, 2, 16, device=DEVICE)
-    rows = torch.ones(3, 2, 16, device=DEVICE)
-    store_kv(rows, 2 * rows, keys, values, torch.tensor([5, -1, 0], device=DEVICE))
-    assert keys.flatten(1).amax(1).tolist() == keys.flatten(1).amin(1).tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
-    assert torch.equal(values, 2 * keys)
+@dtypes
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 9, 64)], ids=str)
+def test_heads_are_normed_turned_and_stored_as_the_twin_says(
+    shape: tuple[int, int, int], dtype: torch.dtype, norms: bool
+) -> None:
+    made = Projections.of(5, shape, dtype, norms=norms, device=DEVICE)
+    torch.manual_seed(0)
+    twin = Projections.of(5, shape, dtype, norms=norms)
+    slots = [4, -1, 0, -1, 2]
+    found, right = made.paged(ALL, slots), Context().run(twin.paged, ALL, slots)
+    assert found[0].is_contiguous()
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x.cpu(), y, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for x, y in zip(found if not norms else found[2:], right if not norms else right[2:], strict=True):
+        assert torch.equal(x.cpu(), y)  # products and sums alone, and copies
+    for row, slot in enumerate(slots):
+        alone = made.paged(slice(row, row + 1))
+        assert torch.equal(alone[0][0], found[0][row])
+        assert slot < 0 or all(torch.equal(x[0], y[slot]) for x, y in zip(alone[1:], found[1:], strict=True))
 
 
 @runs
@@ -195,8 +209,6 @@ def test_a_rowwise_kernel_computes_what_its_twin_says(width: int, dtype: torch.d
         for x, y in zip(found, right, strict=True):
             assert x.dtype == y.dtype
             torch.testing.assert_close(x.cpu(), y, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-            if name == "apply_rotary":  # products and sums alone
-                assert torch.equal(x.cpu(), y)
 
 
 @runs
@@ -313,17 +325,16 @@ HEADS = {"KV_HEADS": 8, "SHARED": 4, "BLOCK_SHARED": 4, "SPLIT": SPLIT, "HEAD_DI
 def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
     """Every kernel at the shapes of Qwen3-8B but attention's: file, name, constants, warps."""
     width, vocabulary = 4096, 151936
-    norm = {"EPS": 1e-6, "WIDTH": width, "BLOCK": width, "INNER": 1, "ROWS": 1}
-    head_norm = {"EPS": 1e-6, "WIDTH": 128, "BLOCK": 128, "INNER": 32, "ROWS": 16, "ADD": False}
-    rotary = {"HEADS": 32, "BLOCK_HEADS": 32, "HALF": 64, "BLOCK": 64}
+    norm = {"EPS": 1e-6, "WIDTH": width, "BLOCK": width, "ROWS": 1}
+    heads = {"EPS": 1e-6, "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 4, "HALF": 64, "BLOCK": 64}
     silu = {"WIDTH": 12288, "BLOCK": 1024, "LARGEST_EXPONENT": 88.0}
     row = {"WIDTH": vocabulary, "BLOCK": 4096}
     return [
         ("paged_attention", "merge_splits", {**HEADS, "SCALE": 0.1275}, warps_for(512)),
-        ("paged_attention", "store_kv", {"WIDTH": 1024, "BLOCK": 1024}, warps_for(1024)),
+        ("paged_qkv", "paged_qkv", {**heads, "NORM": True}, warps_for(512)),
+        ("paged_qkv", "paged_qkv", {**heads, "NORM": False}, warps_for(512)),
         ("rms_norm", "rms_norm", {**norm, "ADD": True}, warps_for(width)),
-        ("rms_norm", "rms_norm", head_norm, warps_for(2048)),
-        ("rotary", "rotary", rotary, warps_for(2048)),
+        ("rms_norm", "rms_norm", {**norm, "ADD": False}, warps_for(width)),
         ("silu_mul", "silu_mul", silu, warps_for(1024)),
         ("log_softmax_gather", "log_softmax", row, warps_for(4096)),
         ("log_softmax_gather", "gather_log_probs", {**row, "BLOCK_IDS": 64}, warps_for(4096)),

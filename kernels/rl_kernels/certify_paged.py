@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from rl_kernels.fused import runs_on_triton
-from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention
 from rl_kernels.paged_launch import SPLIT, TILE
 from rl_kernels.settings import exact_library_settings
 from rl_kernels.verdict_cache import Question, Verdict, VerdictCache, find_verdict
@@ -107,8 +107,8 @@ class _Sequences:
         made = cls(rows(heads), rows(kv_heads), rows(kv_heads), caches[0], caches[1], pages, page_size)
         for own, key, value in zip(pages, made.keys, made.values, strict=True):
             at = torch.arange(len(key))
-            slots = torch.tensor(own)[at // page_size] * page_size + at % page_size
-            store_kv(key, value, made.key_cache, made.value_cache, slots.to(device))
+            slots = (torch.tensor(own)[at // page_size] * page_size + at % page_size).to(device)
+            made.key_cache[slots], made.value_cache[slots] = key, value
         return made
 
     @property

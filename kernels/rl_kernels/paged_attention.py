@@ -18,23 +18,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from rl_kernels.fused import (
-    UNIT,
-    block_of,
-    check_dtypes,
-    check_shape,
-    launch,
-    readable,
-    runs_on_triton,
-    seen_by_modes,
-    units,
-)
+from rl_kernels.fused import check_dtypes, check_shape, readable, runs_on_triton, seen_by_modes
 from rl_kernels.paged_launch import TILE, Launch, attend_on_gpu
 
 ROWS = 8  # CPU: query rows of a product, tokens x heads that share a kv head, as many whole tokens as fit
 SMALLEST_EXPONENT = -80.0  # CPU: exp of it is 2e-35, far from what fp32 can't hold
 GROUP_BYTES = 8 * 2**20  # CPU: of gathered tiles and scores, what stays in its cache
-MAX_ROW_BLOCK = 2048  # GPU: elements of a row that one program of store_kv copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,33 +110,6 @@ class _Layout:
     groups: tuple[_Group, ...]
     places: torch.Tensor
     blank: torch.Tensor | None
-
-
-@seen_by_modes
-def store_kv(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Writes key and value `[N, kv_heads, D]` into the caches `[pages * page_size, kv_heads, D]` at slots `[N]` int64.
-
-    A slot is page * page_size + offset; a row whose slot is -1 is left out. The caches are contiguous.
-
-    Raises:
-        ValueError: shapes that don't fit, several dtypes or devices.
-    """
-    check_dtypes("store_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    check_shape("store_kv", "value", value, tuple(key.shape))
-    check_shape("store_kv", "slots", slots, (key.shape[0],))
-    check_shape("store_kv", "key_cache", key_cache, (len(key_cache), *key.shape[1:]))
-    check_shape("store_kv", "value_cache", value_cache, tuple(key_cache.shape))
-    width = key.shape[1] * key.shape[2]
-    if key.numel() and runs_on_triton(key, UNIT) and width % UNIT == 0:
-        _launch_store(key.flatten(1), value.flatten(1), key_cache, value_cache, slots)
-        return
-    if bool((slots < 0).any()):
-        kept = slots >= 0
-        key, value, slots = key[kept], value[kept], slots[kept]
-    key_cache.index_copy_(0, slots, key)
-    value_cache.index_copy_(0, slots, value)
 
 
 @seen_by_modes
@@ -300,21 +262,3 @@ def _group(
     seen = (~hidden).float()
     unseen = torch.zeros_like(seen).masked_fill_(hidden, -torch.inf)
     return _Group((row + token).to(device), keys.contiguous().to(device), unseen.to(device), seen.to(device), tiles)
-
-
-def _launch_store(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    from rl_kernels.jit.paged_attention import store_kv as kernel
-
-    key, value = readable(key), readable(value)
-    count, width = key.shape
-    block = min(block_of(width), MAX_ROW_BLOCK)
-    launch(
-        kernel,
-        (count, -(-width // block)),
-        *(key, value, key_cache, value_cache, slots, units(key, 0), units(value, 0)),
-        WIDTH=width,
-        BLOCK=block,
-        block=block,
-    )

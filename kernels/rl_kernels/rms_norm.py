@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.fused import (
     MAX_BLOCK,
@@ -31,7 +32,7 @@ BLOCK = 2048  # elements of a program; a wider row has one of its own
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x `[..., D]`, weight `[D]`, result of x's shape. Rows are all that x has in front of D.
 
-    x may be a slice of a wide projection. A row's bits depend on the row, the weight, D and the dtype alone.
+    A row's bits depend on the row, the weight, D and the dtype alone.
 
     Raises:
         ValueError: a weight that doesn't fit, several dtypes or devices, or a dtype other than bf16, fp16 and fp32.
@@ -68,13 +69,23 @@ def _check(operation: str, x: torch.Tensor, weight: torch.Tensor, residual: torc
     check_dtypes(operation, x=x, weight=weight, residual=residual)
 
 
-def _twin(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor]:
-    """The library's mean of one row has one order; of a very wide row that stands alone it hasn't."""
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in plain torch, and unchecked.
+
+    The library's mean of one row has one order; of a very wide row that stands alone it hasn't. In fp32 nothing is
+    rounded in between, so on a CPU the library's own norm has the same bits, in one call.
+    """
+    very_wide = x.shape[-1] > MAX_BLOCK
+    if x.dtype == torch.float32 and x.device.type == "cpu" and not very_wide:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float().contiguous()
     squares = wide.square()
-    mean = folded_mean(squares, keepdim=True) if x.shape[-1] > MAX_BLOCK else squares.mean(-1, keepdim=True)
-    normed = wide * torch.rsqrt(mean + eps)
-    return (normed.to(x.dtype) * weight,)
+    mean = folded_mean(squares, keepdim=True) if very_wide else squares.mean(-1, keepdim=True)
+    return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight
+
+
+def _twin(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor]:
+    return (normed(x, weight, eps),)
 
 
 def _added_twin(
@@ -101,24 +112,21 @@ def _run(
     from rl_kernels.jit.rms_norm import rms_norm as kernel
 
     shape, width = x.shape, x.shape[-1]
-    inner = 1 if residual is not None or x.dim() != 3 else x.shape[1]
-    rows = readable(x.reshape(-1, inner, width))
-    old = rows if residual is None else readable(residual.reshape(-1, 1, width))
-    normed = x.new_empty(shape)
-    total = normed if residual is None else x.new_empty(shape)
+    rows = readable(x.reshape(-1, width))
+    old = rows if residual is None else readable(residual.reshape(-1, width))
+    out = x.new_empty(shape)
+    total = out if residual is None else x.new_empty(shape)
     block = block_of(width)
     together = max(BLOCK // block, 1)
-    count = rows.shape[0] * inner
     launch(
         kernel,
-        (-(-count // together),),
-        *(rows, old, readable(weight), normed, total, count, units(rows, 0), units(rows, 1), units(old, 0)),
+        (-(-len(rows) // together),),
+        *(rows, old, readable(weight), out, total, len(rows), units(rows, 0), units(old, 0)),
         EPS=eps,
         WIDTH=width,
         BLOCK=block,
-        INNER=inner,
         ROWS=together,
         ADD=residual is not None,
         block=together * block,
     )
-    return normed, total
+    return out, total

@@ -14,7 +14,8 @@ from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
 from rl_kernels.mode import LIBRARY, Choices
-from rl_kernels.paged_attention import PagedPlan, paged_attention, store_kv
+from rl_kernels.paged_attention import PagedPlan, paged_attention
+from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv
 from rl_kernels.settings import exact_library_settings
 
 LOGIT_ROWS = 512  # whose logits exist at the same time: 300 MB of a vocabulary of 150,000
@@ -32,9 +33,9 @@ class PagedKV:
         self._scale = scale
         self._uniform = uniform_blocks
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, *, rotation: Rotation, norms: HeadNorms | None) -> torch.Tensor:
         keys, values = self._layers[layer]
-        store_kv(key, value, keys, values, self._slots)
+        query = paged_qkv(qkv, keys, values, self._slots, rotation=rotation, norms=norms)
         return paged_attention(query, keys, values, self._plan, scale=self._scale, uniform=self._uniform)
 
 

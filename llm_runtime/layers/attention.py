@@ -1,4 +1,4 @@
-"""What surrounds attention in a layer: the projections, the norms of queries and keys, and rotary embedding."""
+"""What surrounds attention in a layer: the projections, and the weights of the norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from llm_runtime.layers.linear import ColumnLinear, RowLinear
 from llm_runtime.layers.norm import RMSNorm
 from llm_runtime.layers.placement import evenly, kv_share
-from llm_runtime.layers.rotary import Rotation
 from llm_runtime.models.base import Attention, ModelConfig, TensorParallel
+from rl_kernels.paged_qkv import HeadNorms, Rotation
 
 
 class AttentionProjections(torch.nn.Module):
@@ -26,7 +26,7 @@ class AttentionProjections(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = head_dim = config.head_dim
+        head_dim = config.head_dim
         share = evenly("num_attention_heads", config.num_attention_heads, tensor_parallel)
         shared_kv = kv_share(config.num_key_value_heads, tensor_parallel)
         width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -48,11 +48,9 @@ class AttentionProjections(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, attention: Attention) -> torch.Tensor:
         """x `[N, hidden_size]` -> `[N, hidden_size]`; `rotation` knows the rows' positions."""
-        parts = self.qkv_proj(x).split(self.qkv_proj.widths, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotation(query, key)
-        attended = attention(self.layer, query, key, value)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        attended = attention(self.layer, self.qkv_proj(x), rotation=rotation, norms=norms)
         y: torch.Tensor = self.o_proj(attended.flatten(1))
         return y

@@ -5,28 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
-import rl_kernels.rms_norm as kernels
 from llm_runtime.layers.placement import WHOLE, Piece, empty_parameter
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x `[..., D]`, weight `[D]` -> x's shape and dtype, in transformers' order: normed in fp32, rounded to x's dtype,
-    then multiplied. In fp32 nothing is rounded in between, so the library's own may do it, which takes one launch."""
-    if x.dtype == torch.float32 and x.device.type == "cpu":
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return kernels.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of `x + residual`, and that sum, both of x's dtype."""
-    if x.device.type == "cpu":
-        total = residual + x
-        return rms_norm(total, weight, eps), total
-    return kernels.add_rms_norm(x, residual, weight, eps)
+from rl_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(torch.nn.Module):

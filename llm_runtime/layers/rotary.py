@@ -11,20 +11,8 @@ from typing import Any
 
 import torch
 
-import rl_kernels.rotary as kernels
 from engine_control.errors import InvalidRequestError
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x `[N, heads, D]`, cos and sin `[N, D/2]` of each row's position -> x's shape; all of one dtype, to which, in
-    transformers' order, each product is rounded and the sum too."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + -second * sin, second * cos + first * sin), dim=-1)
-
-
-Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Query and key, `[N, heads, D]` and `[N, kv_heads, D]`, turned by each row's position."""
+from rl_kernels.paged_qkv import Rotation
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -46,13 +34,9 @@ class RotaryEmbedding(torch.nn.Module):
             cos, sin = angles.cos() * factor, angles.sin() * factor
         self.register_buffer("cos_sin", torch.cat([cos, sin], dim=-1).to(device), persistent=False)
 
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """positions `[N]` -> how they turn queries and keys of that dtype, the same for all layers. On a GPU one kernel
-        does it; elsewhere the rows of the table are looked up and rounded here, once."""
-        if positions.device.type == "cuda":
-            return lambda query, key: kernels.apply_rotary(query, key, self.cos_sin, positions)
-        cos, sin = self.cos_sin[positions].to(dtype).chunk(2, dim=-1)
-        return lambda query, key: (apply_rotary(query, cos, sin), apply_rotary(key, cos, sin))
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """positions `[N]` -> how they turn queries and keys, the same for all layers."""
+        return Rotation(self.cos_sin, positions)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[torch.Tensor, float]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from engine_control.refit.target import RefitTarget
+from rl_kernels.paged_qkv import HeadNorms, Rotation
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class ModelConfig:
 class Attention(Protocol):
     """Lent to one forward. It knows which tokens belong together and where their keys and values lie."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query `[N, heads, D]`, key and value `[N, kv_heads, D]` of the forward's tokens, after rotary embedding, of
-        this rank's heads. Keeps keys and values, and returns `[N, heads, D]`: causal attention over each token's own
-        sequence."""
+    def __call__(self, layer: int, qkv: torch.Tensor, *, rotation: Rotation, norms: HeadNorms | None) -> torch.Tensor:
+        """qkv `[N, (heads + 2 * kv_heads) * D]` of the forward's tokens: queries, keys and values of this rank's heads,
+        as projections leave them. Queries and keys are normed (if there are norms) and turned; keys and values are
+        kept; returned is `[N, heads, D]`: causal attention over each token's own sequence."""
 
 
 class TensorParallel(Protocol):

@@ -12,9 +12,10 @@ from llm_runtime.layers.embedding import VocabularyEmbedding, VocabularyHead
 from llm_runtime.layers.mlp import GatedMLP
 from llm_runtime.layers.moe import ExpertParts, SparseMLP
 from llm_runtime.layers.norm import RMSNorm
-from llm_runtime.layers.rotary import RotaryEmbedding, Rotation
+from llm_runtime.layers.rotary import RotaryEmbedding
 from llm_runtime.models.base import Attention, CausalLM, ModelConfig, OneRank, TensorParallel
 from llm_runtime.models.weights import PlacedWeights, SharedWeights
+from rl_kernels.paged_qkv import Rotation
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Decoder(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        rotation = self.rotary(positions, x.dtype)
+        rotation = self.rotary(positions)
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, attention)
         normed: torch.Tensor = self.norm.add(x, residual)[0]

@@ -275,26 +275,3 @@ def merge_splits(
         top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
     target = out + (sequence * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
     tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["key_row", "value_row"])
-def store_kv(
-    key: tl.tensor,
-    value: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    slots: tl.tensor,
-    key_row: tl.tensor,
-    value_row: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Program (n, b): the b-th BLOCK elements of row n. Strides of key and value in units of UNIT elements."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        target = slot * WIDTH + column
-        tl.store(keys + target, tl.load(key + row * key_row * UNIT + column, mask=inside), mask=inside)
-        tl.store(values + target, tl.load(value + row * value_row * UNIT + column, mask=inside), mask=inside)

@@ -8,7 +8,7 @@ import triton.language as tl
 UNIT = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["rows", "x_outer", "x_inner", "residual_outer"])
+@triton.jit(do_not_specialize=["rows", "x_row", "residual_row"])
 def rms_norm(
     x: tl.tensor,
     residual: tl.tensor,
@@ -16,26 +16,23 @@ def rms_norm(
     out: tl.tensor,
     total: tl.tensor,
     rows: tl.tensor,
-    x_outer: tl.tensor,
-    x_inner: tl.tensor,
-    residual_outer: tl.tensor,
+    x_row: tl.tensor,
+    residual_row: tl.tensor,
     EPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """Program i does ROWS rows out of `[rows / INNER, INNER, WIDTH]`. Strides come in units of UNIT elements."""
+    """Program i does ROWS rows out of `[rows, WIDTH]`. Strides come in units of UNIT elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    outer, inner = row // INNER, row % INNER
-    source = x + (outer * x_outer + inner * x_inner)[:, None] * UNIT + column[None, :]
+    source = x + (row * x_row)[:, None] * UNIT + column[None, :]
     wide = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     target = row[:, None] * WIDTH + column[None, :]
     if ADD:
-        old = residual + (row * residual_outer)[:, None] * UNIT + column[None, :]
+        old = residual + (row * residual_row)[:, None] * UNIT + column[None, :]
         rounded = (wide + tl.load(old, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + target, rounded, mask=inside)
         wide = rounded.to(tl.float32)
