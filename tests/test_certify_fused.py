@@ -27,7 +27,9 @@ from diffusion_rl.rollout.certification import certify_family, make_exact
 from rl_kernels.attention import attention
 from rl_kernels.certify_fused import FUSED, FusedCall, FusedClass, certify_fused, record_fused
 from rl_kernels.fused import differentiable, interpreted_kernels, triton_is_installed
+from rl_kernels.gelu_linear import activated_linear
 from rl_kernels.joint_qkv import Stream, joint_qkv
+from rl_kernels.linear import linear
 from rl_kernels.mode import Choices, exact_mode
 from rl_kernels.modulated_norm import modulated_norm
 from rl_kernels.verdict_cache import Verdict, VerdictCache, forget
@@ -35,7 +37,8 @@ from rl_kernels.verdict_cache import Verdict, VerdictCache, forget
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 FP32 = torch.float32
-MODULES = {n: importlib.import_module(f"rl_kernels.{n}") for n in ("modulated_norm", "gated_residual", "joint_qkv")}
+KERNELS = ("modulated_norm", "gated_residual", "joint_qkv", "gelu_linear")
+MODULES = {n: importlib.import_module(f"rl_kernels.{n}") for n in KERNELS}
 # Where each operation is launched, and with how many tensors.
 LAUNCHES = {
     "modulated_norm": ("modulated_norm", 3),
@@ -43,6 +46,7 @@ LAUNCHES = {
     "gated_residual": ("gated_residual", 3),
     "gated_residual_norm": ("gated_residual", 5),
     "joint_qkv": ("joint_qkv", 12),
+    "activated_linear": ("gelu_linear", 3),
 }
 ATTENTION = FusedClass("attention", 64, FP32, 16)
 
@@ -59,12 +63,18 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+def one_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.gelu(linear(x, weight, bias), approximate="tanh"),)
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that run anywhere: where Triton's would be launched, their twins compute."""
     monkeypatch.setattr("rl_kernels.fused.triton_is_installed", lambda: True)
+    monkeypatch.setattr("rl_kernels.gelu_linear.in_one_call", lambda x: True)
     for module in MODULES.values():
         monkeypatch.setattr(module, "_launch", vars(module)["_twin"])
+    monkeypatch.setattr("rl_kernels.gelu_linear._launch", one_call)
     with interpreted_kernels():
         yield
 
@@ -76,15 +86,23 @@ def fusing(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def classes(
-    width: int = 64, head_dim: int = 16, dtype: torch.dtype = FP32, tokens: tuple[int, int] = (5, 12)
+    width: int = 64,
+    head_dim: int = 16,
+    dtype: torch.dtype = FP32,
+    tokens: tuple[int, int] = (5, 12),
+    *,
+    activated: bool = False,
 ) -> dict[FusedClass, FusedCall]:
-    """Every operation at those shapes; tokens of the first stream and of the second."""
+    """Every operation at those shapes; tokens of the first stream and of the second. activated: the linear layer too
+    that only a GPU has."""
     each = tuple((n,) for n in sorted(tokens))
     found = {
         FusedClass(name, width, dtype): FusedCall(function, each)
         for function, name in FUSED.items()
-        if name != "joint_qkv"
+        if name not in ("joint_qkv", "activated_linear")
     }
+    if activated:
+        found[FusedClass("activated_linear", width, dtype, outputs=2 * width)] = FusedCall(activated_linear, each)
     for streams in ((("norm",), ("norm",)), (("norm", "rope"), ("norm", "rope")), ((), ()), (("rope",), ("norm",))):
         kind = FusedClass("joint_qkv", width, dtype, head_dim, streams)
         found[kind] = FusedCall(joint_qkv, (tokens, tokens[::-1]))
@@ -176,10 +194,10 @@ def test_probing_touches_nobodys_random_state() -> None:
 @pytest.mark.parametrize(
     ("change", "failed_at"),
     [
-        (beside_others, r"triton: samples 0 to 0 of 8 \(5( \+ 12)? tokens\)"),
-        (last_token_apart, r"triton: the tokens of rank 0 of 2 \(5( \+ 12)? tokens\)"),
-        (miscompiled, r"triton: 0\.000\d+ off its twin \(5( \+ 12)? tokens\)"),
-        (not_a_number, r"triton: samples \d to \d of 8 \(5( \+ 12)? tokens\)"),
+        (beside_others, r"(triton|library): samples 0 to 0 of 8 \(5( \+ 12)? tokens\)"),
+        (last_token_apart, r"(triton|library): the tokens of rank 0 of 2 \(5( \+ 12)? tokens\)"),
+        (miscompiled, r"(triton|library): 0\.000\d+ off its twin \(5( \+ 12)? tokens\)"),
+        (not_a_number, r"(triton|library): samples \d to \d of 8 \(5( \+ 12)? tokens\)"),
     ],
 )
 def test_a_broken_kernel_is_refused_by_its_operations_name_and_by_no_other(
@@ -190,7 +208,7 @@ def test_a_broken_kernel_is_refused_by_its_operations_name_and_by_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_kernel(monkeypatch, operation, change)
-    verdicts = certify_fused(classes(), CPU)
+    verdicts = certify_fused(classes(activated=True), CPU)
     assert refused(verdicts) == {operation}
     for verdict in verdicts:
         if verdict.implementation == "torch":
@@ -210,10 +228,10 @@ def test_a_kernel_that_computes_something_else_under_autograd_is_refused(
         return tuple(x + 1e-6 for x in outputs) if apart else outputs
 
     monkeypatch.setattr(MODULES[name], "differentiable", otherwise)
-    verdicts = certify_fused(classes(), CPU)
+    verdicts = certify_fused(classes(activated=True), CPU)
     assert refused(verdicts) == {operation}
     failures = {v.failed_at for v in verdicts} - {None}
-    assert all("triton: the forward under autograd" in str(f) for f in failures)
+    assert all(": the forward under autograd" in str(f) for f in failures)
 
 
 @pytest.mark.parametrize("operation", ["modulated_norm", "modulated_norm_pair", "gated_residual_norm"])
@@ -361,7 +379,7 @@ def test_a_family_whose_fused_operations_pass_is_fused_and_its_table_lists_them(
     certificate = certify_family(family_for(build()))
     assert certificate.exact
     assert certificate.choices.fused
-    on_kernels = {v.operation.split()[0] for v in certificate.verdicts if v.implementation == "triton"}
+    on_kernels = {v.operation.split()[0] for v in certificate.verdicts if v.implementation in ("triton", "library")}
     assert on_kernels >= set(LAUNCHES) - {"modulated_norm_pair"}
     assert certificate.verdicts[-1].implementation == "fused"
     assert len(by_name(certificate.verdicts)) == len(certificate.verdicts)
@@ -422,6 +440,8 @@ def test_the_kernels_pass_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "head_dim"), [(1536, 64), (3072, 128)])
 def test_the_compiled_kernels_pass(width: int, head_dim: int, dtype: torch.dtype) -> None:
-    recorded = {k: c for k, c in classes(width, head_dim, dtype, (333, 70)).items() if k.operation != "attention"}
+    half = dtype != torch.float32
+    every = classes(width, head_dim, dtype, (333, 70), activated=half)
+    recorded = {kind: call for kind, call in every.items() if kind.operation != "attention"}
     verdicts = certify_fused(recorded, torch.device("cuda"))
-    assert {v.implementation for v in verdicts} == {"triton"}, verdicts
+    assert {v.implementation for v in verdicts} == ({"triton", "library"} if half else {"triton"}), verdicts

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from rl_kernels import AttentionPlan, attention, exact_mode, linear, patch_conv, reference, row_mean, row_sum
 from rl_kernels.fused import differentiable
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
+from rl_kernels.gelu_linear import gelu_linear
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.mode import observing
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
@@ -42,6 +43,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, *, factor: float = 1.0) 
 def test_each_operation_of_the_library_is_what_its_twin_says(dtype: torch.dtype) -> None:
     x, w, b = (torch.randn(*s).to(dtype) for s in ((2, 7, 64), (64, 64), (64,)))
     close(linear(x, w / 8, b), reference.linear(x, w / 8, b), factor=4)
+    close(gelu_linear(x, w / 8, b), reference.gelu_linear(x, w / 8, b), factor=4)
     close(layer_norm(x, w[0], b), reference.layer_norm(x, w[0], b), factor=4)
     close(rms_norm(x, w[0]), reference.rms_norm(x, w[0]))
     close(layer_norm(x), reference.layer_norm(x))

@@ -1,10 +1,10 @@
 """Forwards of diffusers' transformer blocks on the fused kernels: the same blocks, with fewer passes over memory.
 
-They call the block's own linear layers and its feed-forward as modules, so an adapter or a hook on those works; what
-they compute themselves are the adaptive norms, the gated residuals, and what lies between the projections and the
-attention. `F.scaled_dot_product_attention` is called once an attention, on `[B, heads, tokens, D]`, in the family's
-order of a joint sequence. In half precision they round less often than the blocks' own forwards: the results are
-within rounding of those, and are not equal to them.
+They call the block's own linear layers as modules, so an adapter or a hook on those works; what they compute themselves
+are the adaptive norms, the gated residuals, what lies between the projections and the attention, and a feed-forward's
+first layer with its activation where nobody has changed it. `F.scaled_dot_product_attention` is called once an
+attention, on `[B, heads, tokens, D]`, in the family's order of a joint sequence. In half precision they round less
+often than the blocks' own forwards: the results are within rounding of those, and are not equal to them.
 
 A block or a call that asks for anything else than the stock computation gets the block's own forward.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GELU
 from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.normalization import (
@@ -32,6 +33,7 @@ from torch import nn
 
 from rl_kernels.fused import DTYPES
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
+from rl_kernels.gelu_linear import gelu_linear
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
 
@@ -74,7 +76,7 @@ def joint_transformer_block(
         image_out, _ = _attend(module.attn2, _image_stream(module.attn2, normed_2), None)
         image_out, gate = _output(module.attn2, image_out), gate_2
     image, normed = gated_residual_norm(image, image_out, gate, scale=mlp_scale, shift=mlp_shift, eps=module.norm2.eps)
-    image = gated_residual(image, module.ff(normed), mlp_gate)
+    image = gated_residual(image, _feed_forward(module.ff, normed), mlp_gate)
     if module.context_pre_only:
         return None, image
     assert text_out is not None
@@ -87,7 +89,7 @@ def joint_transformer_block(
         shift=mlp_shift,
         eps=module.norm2_context.eps,
     )
-    return gated_residual(text, module.ff_context(normed_text), mlp_gate), image
+    return gated_residual(text, _feed_forward(module.ff_context, normed_text), mlp_gate), image
 
 
 def qwen_image_transformer_block(
@@ -152,7 +154,27 @@ def _after_attention(
     """The stream with both of the block's gated additions: of the attention, and of the feed-forward."""
     _, _, gate, mlp_shift, mlp_scale, mlp_gate = vectors
     stream, normed = gated_residual_norm(stream, attended, gate, scale=mlp_scale, shift=mlp_shift, eps=norm.eps)
-    return gated_residual(stream, mlp(normed), mlp_gate)
+    return gated_residual(stream, _feed_forward(mlp, normed), mlp_gate)
+
+
+def _feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A feed-forward; its first layer and GELU as one operation where neither has a part of its own to play."""
+    first, *rest = module.net
+    if not _is_plain_gelu(module, first):
+        y: torch.Tensor = module(x)
+        return y
+    y = gelu_linear(x, first.proj.weight, first.proj.bias)
+    for layer in rest:
+        y = layer(y)
+    return y
+
+
+def _is_plain_gelu(module: Any, first: Any) -> bool:
+    """Whether it is the stock layer, with weights of this rank alone, and nobody looks on."""
+    if type(first) is not GELU or first.approximate != "tanh" or type(first.proj) is not nn.Linear:
+        return False
+    whole = first.proj.bias is not None and type(first.proj.weight.data) is torch.Tensor
+    return whole and not _hooked([module, first, first.proj])
 
 
 def _image_stream(attn: Any, x: torch.Tensor, rope: torch.Tensor | None = None) -> Stream:

@@ -23,6 +23,7 @@ from rl_kernels.attention import AttentionPlan
 from rl_kernels.certify import BATCH, RANKS, SLICES, shards
 from rl_kernels.fused import runs_on_triton
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
+from rl_kernels.gelu_linear import activated_linear
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.mode import EXACT, Choices, exact_mode, observing
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
@@ -34,6 +35,7 @@ FUSED: dict[Callable[..., Any], str] = {
     gated_residual: "gated_residual",
     gated_residual_norm: "gated_residual_norm",
     joint_qkv: "joint_qkv",
+    activated_linear: "activated_linear",
 }
 STOCK = "torch"  # the candidate that is left: the blocks' own forwards
 # Tensors [B, T, width] of a stream, and vectors [B, width], that an operation takes.
@@ -44,6 +46,7 @@ ARGUMENTS = {
     "gated_residual_norm": (2, 3),
     "joint_qkv": (3, 0),
     "attention": (3, 0),
+    "activated_linear": (1, 0),
 }
 VECTORS = 6  # of one wide projection, as blocks make them
 # Kernel and twin round once from nearly the same fp32 number: at most one unit in the last place between them.
@@ -54,8 +57,9 @@ TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 class FusedClass:
     """One class of fused operation: its name, and all that decides which kernel runs.
 
-    width: elements of a token. head_dim: of `joint_qkv` and `attention`, else 0. streams: of `joint_qkv`, whether each
-    has a head norm ("norm") and a rotation ("rope"), in the order of the joint sequence.
+    width: elements of a token; outputs: of `activated_linear`, those of a token of the result. head_dim: of `joint_qkv`
+    and `attention`, else 0. streams: of `joint_qkv`, whether each has a head norm ("norm") and a rotation ("rope"), in
+    the order of the joint sequence.
     """
 
     operation: str
@@ -64,9 +68,12 @@ class FusedClass:
     head_dim: int = 0
     streams: tuple[tuple[str, ...], ...] = ()
     eps: float = 1e-6
+    outputs: int = 0
 
     def __str__(self) -> str:
         shape = f"{self.width // self.head_dim}x{self.head_dim}" if self.head_dim else str(self.width)
+        if self.outputs:
+            shape += f"x{self.outputs}"
         parts = [self.operation, shape, str(self.dtype).removeprefix("torch.")]
         if self.operation == "attention":
             parts.append("of [B, T, H, D]")
@@ -142,6 +149,9 @@ def _classify(
     bound.apply_defaults()
     given = bound.arguments
     eps = given.get("eps", FusedClass.eps)
+    if operation == "activated_linear":
+        x, outputs = given["x"], len(given["weight"])
+        return FusedClass(operation, x.shape[-1], x.dtype, outputs=outputs), (x.shape[1],)
     if operation != "joint_qkv":
         x = given["residual" if "residual" in given else "x"]
         return FusedClass(operation, x.shape[-1], x.dtype, eps=eps), (x.shape[1],)
@@ -159,6 +169,8 @@ def _stream_kind(stream: Stream) -> tuple[str, ...]:
 
 def _serving(kind: FusedClass, device: torch.device, choices: Choices) -> str:
     """What computes the class where fused blocks run."""
+    if kind.operation == "activated_linear":
+        return "library"
     if kind.operation == "attention":
         key = (kind.width // kind.head_dim, kind.head_dim, kind.dtype)
         return "per_sample" if key in choices.attention_per_sample else "library"
@@ -185,7 +197,8 @@ def _certify(
 class _Inputs:
     """What one call gets: tensors `[B, T, width]` stream by stream, vectors `[B, width]`, and what all samples share.
 
-    ropes: `[T, head_dim / 2]` or None, and weights: two `[head_dim]` or none, one entry a stream each.
+    ropes: `[T, head_dim / 2]` or None, and weights: two `[head_dim]` or none, one entry a stream each; of a
+    linear layer, its weight and bias.
     """
 
     streams: tuple[tuple[torch.Tensor, ...], ...]
@@ -238,6 +251,9 @@ def _random_inputs(kind: FusedClass, tokens: tuple[int, ...], device: torch.devi
             ropes[i] = torch.polar(torch.ones_like(angles), angles)
         if "norm" in has:
             weights[i] = (1 + random(kind.head_dim), 1 + random(kind.head_dim))
+    if kind.outputs:
+        scale = kind.width**-0.5
+        weights[0] = (random(kind.outputs, kind.width) * scale, random(kind.outputs))
     return _Inputs(streams, wide[:vectors], tuple(ropes), tuple(weights))
 
 
@@ -255,6 +271,8 @@ def _compute(kind: FusedClass, function: Callable[..., Any], inputs: _Inputs) ->
             both.append(Stream(query, key, value, query_weight, key_weight, rope))
         joint = function(*both, head_dim=kind.head_dim, eps=kind.eps)
         return tuple(x.transpose(1, 2) for x in joint)
+    if kind.operation == "activated_linear":
+        return (function(*stream, *inputs.weights[0]),)
     if kind.operation == "modulated_norm":
         return (function(*stream, *vectors, eps=kind.eps),)
     if kind.operation == "modulated_norm_pair":
@@ -275,6 +293,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "gated_residual": reference.gated_residual,
     "gated_residual_norm": reference.gated_residual_norm,
     "joint_qkv": reference.joint_qkv,
+    "activated_linear": reference.gelu_linear,
 }
 
 

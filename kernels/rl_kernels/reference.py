@@ -24,6 +24,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
+def gelu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """x `[..., K]`, weight `[N, K]`, bias `[N]`, result `[..., N]`: GELU by its tanh approximation."""
+    product = x.float() @ weight.float().T + bias.float()
+    return F.gelu(product, approximate="tanh").to(x.dtype)
+
+
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, plan: AttentionPlan | None = None
 ) -> torch.Tensor:
