@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 from equality import assert_same_bits
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, z_image_pipeline
+from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -35,17 +35,29 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline])
+def wan_two(dtype: torch.dtype) -> Any:
+    """A video model with two transformers, each of which computes two of four steps."""
+    return wan_pipeline(dtype, boundary=0.8)
+
+
+def fields_for(build: Any) -> dict[str, Any]:
+    return {**FULL, "num_frames": 5, "max_sequence_length": 24} if build is wan_two else FULL
+
+
+BUILDS = [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline, wan_two]
+
+
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance", "ode"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_sample_has_the_same_bits_alone_in_a_group_and_replayed(build: Any, kind: str, dtype: torch.dtype) -> None:
     pipeline = RolloutPipeline(copy.deepcopy(build(dtype)).to("cuda"))
     if not pipeline.engine.exactness.enabled:
         pytest.skip(f"not certified here: {pipeline.engine.exactness.describe()['refused']}")
-    guided: dict[str, Any] = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
-    group = pipeline(["a red ball", "cat"], seed=3, num_outputs_per_prompt=4, rollout_sde_type=kind, **FULL, **guided)
+    fields = {**fields_for(build), "rollout_sde_type": kind, "negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    group = pipeline(["a red ball", "cat"], seed=3, num_outputs_per_prompt=4, **fields)
     for index, prompt in ((1, "a red ball"), (6, "cat")):
-        alone = pipeline(prompt, seed=3 + index, rollout_sde_type=kind, **FULL, **guided)[0]
+        alone = pipeline(prompt, seed=3 + index, **fields)[0]
         assert_same_bits(group[index], alone)
     if kind != "ode":
         steps = [i for i, k in enumerate(group[0].rollout_step_kinds) if k != "ode"]
@@ -136,7 +148,7 @@ def test_a_row_sum_does_not_depend_on_the_batch() -> None:
     assert torch.equal(row_sum(x[5:6]), row_sum(x)[5:6])
 
 
-@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline])
+@pytest.mark.parametrize("build", BUILDS)
 def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> None:
     pipelines = [
         RolloutPipeline(copy.deepcopy(build(torch.bfloat16)).to("cuda"), config=EngineConfig(cuda_graphs=graphs))
@@ -144,9 +156,9 @@ def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> Non
     ]
     runner = pipelines[0].engine.family.runner
     assert isinstance(runner, CudaGraphs)
-    guided: dict[str, Any] = {"negative_prompt": "blurry", "true_cfg_scale": 4.0}
+    fields = {**fields_for(build), "negative_prompt": "blurry", "true_cfg_scale": 4.0}
     for count in (1, 3):
-        replayed, eager = (p("a cat", seed=5, num_outputs_per_prompt=count, **FULL, **guided) for p in pipelines)
+        replayed, eager = (p("a cat", seed=5, num_outputs_per_prompt=count, **fields) for p in pipelines)
         for one, other in zip(replayed, eager, strict=True):
             assert_same_bits(one, other)
     assert runner.replayed > 0

@@ -25,7 +25,7 @@ from rl_kernels.verdict_cache import Question, VerdictCache, digest, find_verdic
 logger = logging.getLogger(__name__)
 
 LARGEST_SIDE = 512  # pixels; larger pictures use the same kernels, on more rows
-LARGEST_VIDEO_SIDE = 256  # pixels
+LARGEST_VIDEO_SIDE = 320  # pixels; then there are more tokens of video than of text
 SAMPLES = 5
 DECODE_TOGETHER = 8  # the most pictures that are ever decoded together
 LARGEST_DECODED_SIDE = 128  # pixels; larger pictures gain nothing from company
