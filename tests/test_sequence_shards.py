@@ -22,14 +22,17 @@ def test_shares_laid_end_to_end_hold_every_token_once_in_the_order_of_one_device
     ]
     assert len({share.shape for share in shares}) == 1
     canonical = torch.cat([tensors[s] for s in streams], dim=1)
-    assert torch.equal(torch.cat(shares, dim=1)[:, shards.order(streams)], canonical)
+    assert torch.equal(shards.joined(torch.stack(shares), streams), canonical)
+    assert torch.equal(shards.dealt(canonical, streams), torch.stack(shares))
 
 
-@given(SHARDS)
-def test_an_attention_over_the_image_alone_has_its_own_order(shards: Shards) -> None:
-    image = torch.arange(1, shards.image_tokens + 1)[None]
-    shares = [shards.cut(image, "image", rank, dim=1) for rank in range(shards.degree)]
-    assert torch.equal(torch.cat(shares, dim=1)[:, shards.order(("image",))], image)
+@given(SHARDS, st.sampled_from([1, 3, 4, 8]), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_an_attention_over_the_image_alone_has_its_own_order(shards: Shards, width: int, dtype: torch.dtype) -> None:
+    image = torch.randn(2, shards.image_tokens, width).to(dtype)
+    shares = torch.stack([shards.cut(image, "image", rank, dim=1) for rank in range(shards.degree)])
+    assert torch.equal(shards.joined(shares, ("image",)), image)
+    strided = image.transpose(0, 1).contiguous().transpose(0, 1)  # as an attention may leave it
+    assert torch.equal(shards.dealt(strided, ("image",)), shares)
 
 
 @given(SHARDS)

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from typing import Any, Literal
 
@@ -102,14 +102,36 @@ class Shards:
         shares = [self.cut(part, stream, rank, dim=tokens.dim) for part, stream in parts]
         return shares[0] if len(shares) == 1 else torch.cat(shares, dim=tokens.dim)
 
-    def order(self, streams: tuple[Stream, ...]) -> list[int]:
-        """Where each true token, in the order of one device, stands in all ranks' shares laid end to end."""
-        positions, offset, width = [], 0, sum(self.share(s) for s in streams)
+    def pairs(
+        self, whole: torch.Tensor, shares: torch.Tensor, streams: tuple[Stream, ...]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of equal shape that stand for the same tokens, in all for every true one: of `whole`
+        `[..., tokens, D]`, in the order of one device, and of `shares` `[degree, ..., tokens of a share, D]`."""
+        start, offset = 0, 0
         for stream in streams:
-            share = self.share(stream)
-            positions += [t // share * width + offset + t % share for t in range(self.count(stream))]
-            offset += share
-        return positions
+            share, count = self.share(stream), self.count(stream)
+            full, rest = divmod(count, share)  # ranks without padding, and the tokens of the one behind them
+            here, there = whole.narrow(-2, start, count), shares.narrow(-2, offset, share)
+            yield here.narrow(-2, 0, full * share).unflatten(-2, (full, share)), there[:full].movedim(0, -3)
+            if rest:
+                yield here.narrow(-2, full * share, rest), there[full].narrow(-2, 0, rest)
+            start, offset = start + count, offset + share
+
+    def joined(self, shares: torch.Tensor, streams: tuple[Stream, ...]) -> torch.Tensor:
+        """All ranks' shares `[degree, ..., tokens of a share, D]` as `[..., tokens, D]`, without their padding."""
+        tokens = sum(map(self.count, streams))
+        whole = shares.new_empty(*shares.shape[1:-2], tokens, shares.shape[-1])
+        for here, there in self.pairs(whole, shares, streams):
+            _copy(here, there)
+        return whole
+
+    def dealt(self, whole: torch.Tensor, streams: tuple[Stream, ...]) -> torch.Tensor:
+        """`joined` undone: zeros stand for tokens that don't exist."""
+        tokens = sum(map(self.share, streams))
+        shares = whole.new_zeros(self.degree, *whole.shape[:-2], tokens, whole.shape[-1])
+        for here, there in self.pairs(whole, shares, streams):
+            _copy(there, here)
+        return shares
 
 
 def shards_of(plan: AttentionPlan, degree: int) -> Shards:
@@ -123,9 +145,22 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-@lru_cache(maxsize=64)
-def _order_on(shards: Shards, streams: tuple[Stream, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(shards.order(streams), device=device)
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)` of one dtype, in words of 8 bytes where both have such: a strided copy takes its time by
+    the element."""
+    wide, narrow = _words(target), _words(source)
+    if wide is None or narrow is None:
+        target.copy_(source)
+    else:
+        wide.copy_(narrow)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor | None:
+    """x as integers of 8 bytes; None if its last dimension isn't made of such."""
+    count = 8 // x.element_size()
+    if x.stride(-1) != 1 or any(n % count for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+        return None
+    return x.view(torch.int64)
 
 
 class SequenceParallel:
@@ -177,17 +212,13 @@ class _Entrance:
         named = {**dict(zip(_parameters(type(block).forward), args, strict=False)), **kwargs}
         if self.first:
             exchange.stage = self.stage
-            named |= {name: self._cut(named[name], tokens) for name, tokens in self.stage.inputs.items()}
+            named |= {name: exchange.share(named[name], tokens) for name, tokens in self.stage.inputs.items()}
         for name, tokens in self.stage.tables.items():
             if isinstance(tokens, tuple):
-                named[name] = tuple(self._cut(x, t) for x, t in zip(named[name], tokens, strict=True))
+                named[name] = tuple(exchange.table(x, t) for x, t in zip(named[name], tokens, strict=True))
             else:
-                named[name] = self._cut(named[name], tokens)
+                named[name] = exchange.table(named[name], tokens)
         return (), named
-
-    def _cut(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        assert self.ranks._exchange is not None
-        return self.ranks._exchange.shards.cut_streams(x, tokens, self.ranks.group.rank)
 
 
 @dataclass(eq=False)
@@ -214,8 +245,7 @@ class _Exit:
         if exchange is None:
             return None
         exchange.stage = None
-        whole = self.ranks.group.all_gather(output).transpose(0, 1).flatten(1, 2)
-        return whole[:, _order_on(exchange.shards, self.stage.output.streams, whole.device)]
+        return exchange.shards.joined(self.ranks.group.all_gather(output), self.stage.output.streams)
 
 
 class _HeadExchange(TorchFunctionMode):
@@ -227,6 +257,19 @@ class _HeadExchange(TorchFunctionMode):
         self.stage: Stage | None = None
         self.crossing = False
         self._group = group
+        self._tables: dict[tuple[int, Tokens], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def share(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """This rank's share of x."""
+        return self.shards.cut_streams(x, tokens, self._group.rank)
+
+    def table(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """This rank's share of what every block is given: cut for the first one, and kept beside the whole, whose
+        identity it is known by."""
+        key = (id(x), tokens)
+        if key not in self._tables:
+            self._tables[key] = x, self.share(x, tokens)
+        return self._tables[key][1]
 
     def __torch_function__(
         self,
@@ -248,14 +291,11 @@ class _HeadExchange(TorchFunctionMode):
         **options: Any,
     ) -> torch.Tensor:
         streams = ("image",) if self.crossing else self._streams(query, key, attn_mask)
-        order = _order_on(self.shards, streams, query.device)
         exchanged = (query,) if self.crossing else (query, key, value)
-        q, *others = _to_heads(torch.stack(exchanged), self._group)[..., order, :]
+        q, *others = self.shards.joined(_to_heads(exchanged, self._group), streams).unbind(0)
         k, v = others or (x.chunk(self._group.size, dim=1)[self._group.rank].contiguous() for x in (key, value))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
-        shares = attended.new_zeros(*attended.shape[:2], query.shape[2] * self._group.size, attended.shape[3])
-        shares[:, :, order] = attended
-        return _to_tokens(shares, self._group)
+        return _to_tokens(self.shards.dealt(attended, streams), self._group)
 
     def _streams(self, query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None) -> tuple[Stream, ...]:
         """Which of the stage's streams the sequence of an attention is made of, in their order."""
@@ -276,19 +316,22 @@ class _HeadExchange(TorchFunctionMode):
         )
 
 
-def _to_heads(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """x `[n, B, H, share, D]` of all heads and this rank's tokens -> `[n, B, H / size, size * share, D]`."""
-    count, batch, heads, share, width = x.shape
+def _to_heads(tensors: tuple[torch.Tensor, ...], group: RankGroup) -> torch.Tensor:
+    """n tensors `[B, H, share, D]` of all heads and this rank's tokens -> `[size, n, B, H / size, share, D]`: every
+    rank's tokens of this rank's heads. One exchange, for which each element is written once."""
+    batch, heads, share, width = tensors[0].shape
     mine = heads // group.size
-    parts = x.reshape(count, batch, group.size, mine, share, width).permute(2, 0, 1, 3, 4, 5)
-    received = group.all_to_all(parts)
-    return received.permute(1, 2, 3, 0, 4, 5).reshape(count, batch, mine, group.size * share, width)
+    given = tensors[0].new_empty(group.size, len(tensors), batch, mine, share, width)
+    for index, x in enumerate(tensors):
+        _copy(given[:, index], x.unflatten(1, (group.size, mine)).transpose(0, 1))
+    return group.all_to_all(given)
 
 
-def _to_tokens(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """x `[B, H / size, size * share, D]` of this rank's heads -> `[B, H, share, D]` of all heads and its tokens."""
-    batch, mine, tokens, width = x.shape
-    share = tokens // group.size
-    parts = x.reshape(batch, mine, group.size, share, width).permute(2, 0, 1, 3, 4)
-    received = group.all_to_all(parts)
-    return received.permute(1, 0, 2, 3, 4).reshape(batch, group.size * mine, share, width)
+def _to_tokens(shares: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """`[size, B, H / size, share, D]`, every rank's tokens of this rank's heads -> `[B, H, share, D]` of all heads and
+    this rank's tokens. It lies as `[B, share, H, D]`, which is how the layer behind an attention reads it."""
+    received = group.all_to_all(shares)
+    size, batch, mine, share, width = received.shape
+    laid = received.new_empty(batch, share, size, mine, width)
+    _copy(laid.permute(2, 0, 3, 1, 4), received)
+    return laid.flatten(2, 3).transpose(1, 2)
