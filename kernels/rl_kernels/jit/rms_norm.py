@@ -30,6 +30,7 @@ def rms_norm(
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     source = x + (row * x_row)[:, None] * UNIT + column[None, :]
     wide = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     target = row[:, None] * WIDTH + column[None, :]
     if ADD:
         old = residual + (row * residual_row)[:, None] * UNIT + column[None, :]
@@ -38,5 +39,4 @@ def rms_norm(
         wide = rounded.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=1) * (1.0 / WIDTH)
     normed = (wide * tl.rsqrt(mean_square + EPS)[:, None]).to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + target, (normed * factor[None, :]).to(out.dtype.element_ty), mask=inside)
