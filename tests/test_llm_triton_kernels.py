@@ -374,17 +374,29 @@ def compiled_alone(file: str, name: str, dtype: str, constants: dict[str, Any], 
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **COMPILED})
 
 
+def spilled(found: Any, folder: Path) -> int:
+    """Bytes a thread keeps in memory for want of registers."""
+    from triton import knobs
+
+    (folder / "kernel").write_bytes(found.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(folder / "kernel")]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    stack = re.search(r" STACK:(\d+) ", usage)
+    assert stack is not None, usage
+    return int(stack[1])
+
+
 @compiles
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("file", "name", "constants", "warps"), configurations())
-def test_a_kernel_compiles_without_fused_multiply_adds(
-    file: str, name: str, constants: dict[str, Any], warps: int, dtype: str
+def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
+    file: str, name: str, constants: dict[str, Any], warps: int, dtype: str, tmp_path: Path
 ) -> None:
     own = "fp32" if file in LOGARITHMS else dtype
-    assembly = compiled_alone(file, name, own, constants, num_warps=warps).asm["ptx"]
+    found = compiled_alone(file, name, own, constants, num_warps=warps)
     if file not in LOGARITHMS:  # a logarithm is made of them
-        assert not re.search(r"\bfma\.", assembly)
-    assert ".local" not in assembly
+        assert not re.search(r"\bfma\.", found.asm["ptx"])
+    assert spilled(found, tmp_path) == 0
 
 
 @compiles
@@ -393,17 +405,10 @@ def test_a_kernel_compiles_without_fused_multiply_adds(
 def test_a_block_of_attention_takes_the_shared_memory_that_is_said_and_spills_next_to_nothing(
     dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
-    from triton import knobs
-
     for block in BLOCKS[dtype] if name == "paged_attention" else BLOCKS[dtype][:1]:
         sizes = {**HEADS, "SCALE": 0.1275, "PAGE": 16, "ROWS": block.rows, "TILE": block.tile}
         short = "fp32" if dtype == torch.float32 else "bf16"
         options = {"num_warps": block.warps, "num_stages": block.stages}
         found = compiled_alone("paged_attention", name, short, sizes, **options)
         assert 1024 * (block.kibibytes - 4) < found.metadata.shared <= 1024 * block.kibibytes
-        (tmp_path / "kernel").write_bytes(found.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(tmp_path / "kernel")]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        spilled = re.search(r" STACK:(\d+) ", usage)
-        assert spilled is not None
-        assert int(spilled[1]) <= LARGEST_SPILL, (block, usage)
+        assert spilled(found, tmp_path) <= LARGEST_SPILL, block
