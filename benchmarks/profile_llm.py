@@ -31,9 +31,9 @@ from llm_runtime.params import GenerateRequest, sampling_params
 
 # The first class one of whose words is in a kernel's name is the kernel's.
 CLASSES: dict[str, tuple[str, ...]] = {
-    "attention": ("attend", "paged", "store_kv", "merge_splits"),
+    "attention": ("attend", "paged_attention", "merge_splits"),
     "sampling": ("log_softmax", "gumbel", "argmax", "gather"),
-    "norm, rotary, silu": ("rms_norm", "rotary", "silu"),
+    "norm, rotary, silu": ("rms_norm", "paged_qkv", "silu"),
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "matmul", "linear"),
     "copy": ("copy", "memcpy", "memset", "index"),
 }
