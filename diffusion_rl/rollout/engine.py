@@ -1,6 +1,8 @@
 """The conductor: `RolloutEngine.step()` admits, picks a batch, predicts, takes one step, records, and finishes.
 
-One thread calls it (see `engine_control.step_loop`), so it holds no lock. Everything that touches the model runs inside
+One thread calls it (see `engine_control.step_loop`), so it holds no lock. It launches work and waits for it as late as
+it can: a step while the one before still computes, and what leaves (decoding, copies to the host) beside the steps of
+others. Everything that touches the model runs inside
 `exact_mode`, one prompt and one picture at a time and the denoising steps in batches, so that a sample's bits depend on
 its request and the weights alone.
 """
@@ -31,10 +33,17 @@ from diffusion_rl.rollout.batcher import pick_batch
 from diffusion_rl.rollout.certification import DECODE_TOGETHER, cache_of, make_exact
 from diffusion_rl.rollout.compilation import compile_family, compiled_rows
 from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, Retract, digest, keys
+from diffusion_rl.rollout.in_flight import Departure, Departures, StepsInFlight
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
 from diffusion_rl.rollout.rank_weights import RankWeights, rank_settings
-from diffusion_rl.rollout.result import complete_group, finished_sample, unfinished_sample
+from diffusion_rl.rollout.result import (
+    check_finite,
+    complete_group,
+    denoising_env,
+    finished_sample,
+    unfinished_sample,
+)
 from diffusion_rl.rollout.runners import choose_runner
 from diffusion_rl.rollout.samples import (
     advance_batch,
@@ -48,6 +57,7 @@ from diffusion_rl.rollout.samples import (
 from diffusion_rl.rollout.startup import offload_as_configured, one_rank, start_ranks
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
+from diffusion_rl.transfer import HostCopies, Moment
 from engine_control.control import Control
 from engine_control.engine import Finished
 from engine_control.errors import EngineDiedError, EngineError, EngineFaultError
@@ -66,6 +76,7 @@ COUNTED = (
     "requests_aborted",
     "requests_retracted",
 )
+DEPARTURES_AHEAD = 8  # samples whose decoding may be launched beyond what has arrived
 WORK_BUDGET_S = 0.1  # how long text encoding, and decoding, may each hold up the next step when there is much of it
 
 
@@ -106,6 +117,9 @@ class RolloutEngine:
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
         self.weights = RankWeights(family, self._prompts, self.config)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0), adapters=self.weights.adapters)
+        self._steps = StepsInFlight()
+        self._departures = Departures()
+        self._copies = HostCopies(family.device)
         self._held = False
         self._counts: Counter[str] = Counter()
         self._arrivals = 0
@@ -133,8 +147,8 @@ class RolloutEngine:
         if request is None or not request.params.rollout_return_partial:
             return None
         held = [sample for sample in self._queue.samples if sample.request is request]
-        if held:
-            self.ranks.agree(Retire(keys(held)), [partial(digest, sample) for sample in held])
+        if here := [sample for sample in held if not sample.departed]:
+            self.ranks.agree(Retire(keys(here)), [partial(digest, sample) for sample in here])
         parts = [part for sample in held for part in (split(sample) if len(sample.members) > 1 else [sample])]
         states = {part.members[0]: part for part in parts}
         unfinished = [index for index in range(len(request.seeds)) if index not in request.results]
@@ -158,6 +172,7 @@ class RolloutEngine:
         retracted = self._queue.running_ids()
         for request_id in retracted:
             self._queue.retract(request_id)
+            self._departures.drop(request_id)
             self.ranks.announce(Retract(request_id))
         self._counts["requests_retracted"] += len(retracted)
         return len(retracted)
@@ -176,13 +191,14 @@ class RolloutEngine:
             finished = self._admit()
             batch = pick_batch(self._queue.samples, self.config.max_batch_size)
             if batch:
-                began = time.perf_counter()
+                self._steps.settle(ahead=1)  # a younger request's first step should not wait for many of these
+                began = Moment(self.family.device)
                 self.ranks.announce(Advance(keys(batch)))
                 adapted = self.weights.adapters.active(batch[0].request.params.lora_name)
                 with self.ranks.together(), adapted:
                     advance_batch(self.family, batch, self.ranks.arrangement)
-                self._account(batch, time.perf_counter() - began)
-            finished += self._finish()
+                self._account(batch, began)
+            finished += self._finish(idle=not batch)
         return finished
 
     def fail_unfinished(self, error: EngineError) -> list[Finished[list[RolloutSample]]]:
@@ -297,6 +313,7 @@ class RolloutEngine:
         request.admitted_at = began = time.perf_counter()
         self.ranks.announce(Admit(request.request_id))
         condition(request, self._prompts)
+        denoising_env(self.family, request)  # by now, so that no sample waits for it at its end
         self._queue.samples += start_samples(self.family, request)
         request.encode_s = time.perf_counter() - began
 
@@ -317,12 +334,12 @@ class RolloutEngine:
             return [self._failed(request.request_id, EngineFaultError(f"{type(error).__name__}: {error}"))]
         return []
 
-    def _account(self, batch: list[SampleState], seconds: float) -> None:
-        """Counts the step, and splits trunks whose samples part here."""
+    def _account(self, batch: list[SampleState], began: Moment) -> None:
+        """Counts the step that was launched since then, and splits trunks whose samples part here."""
         self._counts["steps"] += 1
         self._counts["evaluations"] += len(batch)
-        for request in {id(s.request): s.request for s in batch}.values():
-            request.denoise_s += seconds
+        requests = {id(s.request): s.request for s in batch}
+        self._steps.add(tuple(requests.values()), began, Moment(self.family.device))
         for sample in batch:
             sample.request.num_evaluations += 1
             name = sample.request.params.lora_name
@@ -331,25 +348,23 @@ class RolloutEngine:
                 self._queue.samples.remove(sample)
                 self._queue.samples += split(sample)
 
-    def _finish(self) -> list[Finished[list[RolloutSample]]]:
-        """Decodes samples that are at their end, and hands out the requests that are complete or failed at it."""
+    def _finish(self, *, idle: bool) -> list[Finished[list[RolloutSample]]]:
+        """Has samples that are at their end decoded and copied, and hands out the requests that are complete or failed
+        at it. With `idle`, when there was no step to take, it waits for a sample to arrive."""
         finished: list[Finished[list[RolloutSample]]] = []
         began = time.perf_counter()
         while samples := self._queue.next_to_decode(self._decoded_at_once):
             self.ranks.agree(Retire(keys(samples)), [partial(digest, s) for s in samples])
+            decoding = Moment(self.family.device)
             pictures = self._pictures(samples)
+            spent = (decoding, Moment(self.family.device), len(samples))
             for sample, picture in zip(samples, pictures, strict=True):
-                request = sample.request
-                if sample not in self._queue.samples:  # its request failed at an earlier sample
-                    continue
-                finished += self._isolated(request, partial(self._hand_over, sample, picture))
-                if len(request.results) == len(request.seeds):
-                    self._remove(request.request_id)
-                    self._counts["requests_finished"] += 1
-                    finished.append(Finished(request.request_id, result=complete_group(self.family, request)))
+                if sample in self._queue.samples:  # its request did not fail at an earlier sample
+                    finished += self._isolated(sample.request, partial(self._depart, sample, picture, spent))
+            finished += self._arrive(wait=len(self._departures) > DEPARTURES_AHEAD)
             if _spent(began):
                 break
-        return finished
+        return finished + self._arrive(wait=idle)
 
     def _decoded_at_once(self, size: Size) -> int:
         """How many pictures of that size may be decoded together."""
@@ -359,7 +374,6 @@ class RolloutEngine:
         """Pictures of samples of one size that want one, decoded together; None where that must be done one by one."""
         if samples[0].request.params.output_type == "latent":
             return [None] * len(samples)
-        began = time.perf_counter()
         try:
             pictures = self.family.decode(torch.stack([s.latents for s in samples]), *samples[0].request.size)
         except torch.AcceleratorError:
@@ -367,16 +381,40 @@ class RolloutEngine:
         except Exception:
             logger.exception("decoding %d samples failed; trying each alone", len(samples))
             return [None] * len(samples)
-        for sample in samples:
-            sample.request.decode_s += (time.perf_counter() - began) / len(samples)
         return list(pictures.unbind(0))
 
-    def _hand_over(self, sample: SampleState, picture: torch.Tensor | None, request: RequestState) -> None:
-        """Keeps a sample's result. A picture that could not be decoded with others is decoded now, by itself."""
+    def _depart(
+        self,
+        sample: SampleState,
+        picture: torch.Tensor | None,
+        decoding: tuple[Moment, Moment, int],
+        request: RequestState,
+    ) -> None:
+        """Begins to copy a sample's result. A picture that couldn't be decoded with others is decoded now, alone."""
         if picture is None and request.params.output_type != "latent":
             picture = self.family.decode(sample.latents[None], *request.size)[0]
-        request.results[sample.members[0]] = finished_sample(self.family, sample, picture)
-        self._queue.samples.remove(sample)
+        result, finite = finished_sample(self.family, sample, picture, self._copies)
+        self._departures.add(Departure(sample, result, finite, self._copies.landing(), decoding))
+
+    def _arrive(self, *, wait: bool) -> list[Finished[list[RolloutSample]]]:
+        """Keeps results that have landed on the host, and hands out requests that are complete or failed by them."""
+        finished: list[Finished[list[RolloutSample]]] = []
+        for departure in self._departures.arrived(wait=wait):
+            request = departure.sample.request
+            finished += self._isolated(request, partial(self._keep, departure))
+            if len(request.results) == len(request.seeds):
+                self._steps.settle()
+                self._remove(request.request_id)
+                self._counts["requests_finished"] += 1
+                finished.append(Finished(request.request_id, result=complete_group(self.family, request)))
+        return finished
+
+    def _keep(self, departure: Departure, request: RequestState) -> None:
+        check_finite(departure.sample, departure.finite)
+        began, ended, count = departure.decoding
+        request.decode_s += ended.seconds_since(began) / count
+        request.results[departure.sample.members[0]] = departure.result
+        self._queue.samples.remove(departure.sample)
         self._counts["samples_finished"] += 1
 
     def _failed(self, request_id: str, error: EngineError) -> Finished[list[RolloutSample]]:
@@ -387,6 +425,7 @@ class RolloutEngine:
     def _remove(self, request_id: str) -> bool:
         """Drops a request and its samples, on every rank; False if it isn't here."""
         known = self._queue.remove(request_id)
+        self._departures.drop(request_id)
         if known:
             with contextlib.suppress(EngineDiedError):  # then there is nobody to tell
                 self.ranks.announce(Remove(request_id))

@@ -46,11 +46,12 @@ class RequestState:
         return replace(self.conditioning, guidance_scale=scale)
 
 
-@dataclass
+@dataclass(eq=False)
 class SampleState:
     """One sample in flight, or, before its first stochastic step, the common trunk of several (`members`).
 
-    latents `[...]` is the state at `step`, fp32 unless the schedule has `ode_state`.
+    latents `[...]` is the state at `step`, fp32 unless the schedule has `ode_state`. departed: it has taken all its
+    steps, and its result is on its way to the host.
     """
 
     request: RequestState
@@ -60,6 +61,7 @@ class SampleState:
     weight_versions: tuple[str, ...] = ()
     step: int = 0
     previous_x0: torch.Tensor | None = None
+    departed: bool = False
 
     @property
     def seed(self) -> int:
@@ -109,7 +111,7 @@ class RequestQueue:
 
     def next_to_decode(self, at_once: Callable[[Size], int]) -> list[SampleState]:
         """The first sample that has taken all its steps, and more like it: `at_once(its size)` in all, at most."""
-        at_end = [s for s in self.samples if s.step == s.request.schedule.steps]
+        at_end = [s for s in self.samples if s.step == s.request.schedule.steps and not s.departed]
 
         def kind(sample: SampleState) -> tuple[object, ...]:
             return sample.request.size, sample.request.params.output_type == "latent", sample.latents.dtype

@@ -7,6 +7,7 @@ import torch
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.schedule import Schedule
 from diffusion_rl.sample import DiTTrajectory, RolloutDebugTensors
+from diffusion_rl.transfer import HostCopies
 
 
 class Recorder:
@@ -69,27 +70,29 @@ class Recorder:
             self.means[step].copy_(mean)
             self.model_outputs[step].copy_(model_output)
 
-    def trajectory(self, clocks: tuple[torch.Tensor, torch.Tensor], last_state: int) -> DiTTrajectory | None:
-        """What was kept of the states up to `last_state`, on the CPU; `clocks` are the `(timesteps, sigmas)` that the
-        whole group shares."""
+    def trajectory(
+        self, clocks: tuple[torch.Tensor, torch.Tensor], last_state: int, copies: HostCopies
+    ) -> DiTTrajectory | None:
+        """What was kept of the states up to `last_state`, on its way to the CPU; `clocks` are the `(timesteps, sigmas)`
+        that the whole group shares."""
         if self.latents is None:
             return None
         kept = [state for state in self._kept if state <= last_state]
         whole = len(kept) == len(self._kept)
         return DiTTrajectory(
-            latents=self.latents.cpu() if whole else self.latents[: len(kept)].to("cpu", copy=True),
+            latents=copies.take(self.latents) if whole else copies.copy(self.latents[: len(kept)]),
             latent_step_indices=torch.tensor(kept, dtype=torch.int64),
             timesteps=clocks[0],
             sigmas=clocks[1],
         )
 
-    def debug_tensors(self, noise_std: torch.Tensor) -> RolloutDebugTensors | None:
-        """The four debug tensors on the CPU; noise_std `[T]` comes from the schedule."""
+    def debug_tensors(self, noise_std: torch.Tensor, copies: HostCopies) -> RolloutDebugTensors | None:
+        """The four debug tensors, on their way to the CPU; noise_std `[T]` comes from the schedule."""
         if not self.debug:
             return None
         return RolloutDebugTensors(
-            rollout_variance_noises=self.noises.cpu(),
-            rollout_prev_sample_means=self.means.cpu(),
+            rollout_variance_noises=copies.take(self.noises),
+            rollout_prev_sample_means=copies.take(self.means),
             rollout_noise_std_devs=noise_std[:, None].clone(),
-            rollout_model_outputs=self.model_outputs.cpu(),
+            rollout_model_outputs=copies.take(self.model_outputs),
         )

@@ -14,26 +14,29 @@ from diffusion_rl.rollout.queue import RequestState, SampleState
 from diffusion_rl.rollout.samples import latent_shape
 from diffusion_rl.sample import DenoisingEnv, DiTTrajectory, FinishReason, ResumeState, RolloutSample, Timings
 from diffusion_rl.schedulers.base import StepTerms
+from diffusion_rl.transfer import HostCopies
 from engine_control.errors import NonFiniteOutputError
 
 UNKNOWN_YET = Timings(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def finished_sample(family: ModelFamily, state: SampleState, picture: torch.Tensor | None) -> RolloutSample:
-    """The sample copied to the CPU and checked; what is known only at the request's end is still missing.
+def finished_sample(
+    family: ModelFamily, state: SampleState, picture: torch.Tensor | None, copies: HostCopies
+) -> tuple[RolloutSample, torch.Tensor]:
+    """The sample, on its way to the CPU by `copies`, and whether it is finite (a bool, for `check_finite`).
+
+    What is known only at the request's end is still missing.
 
     picture `[C, H, W]` is its decoded latent, None where only the latent was asked for.
 
     What the samples of a request share (schedules, conditioning) is the same object in each.
-
-    Raises:
-        NonFiniteOutputError: a latent, a log-prob or the picture is NaN or infinite.
     """
-    sample = _sample_so_far(family, state.request, state.members[0], state)
-    final = None if state.request.params.output_type == "image" else state.latents.float().to("cpu", copy=True)
-    return replace(
-        sample, generated_output=None if picture is None else _output(state, picture), generated_latents=final
-    )
+    params = state.request.params
+    sample = _sample_so_far(family, state.request, state.members[0], state, copies)
+    final = None if params.output_type == "image" else copies.copy(state.latents.float())
+    output = None if picture is None else copies.copy(_output(picture, params.output_dtype))
+    finite = copies.copy(_finite(state, *(() if picture is None else (picture,))))
+    return replace(sample, generated_output=output, generated_latents=final), finite
 
 
 def unfinished_sample(
@@ -42,12 +45,17 @@ def unfinished_sample(
     """An aborted sample as far as it is; without a state it waits, and has taken the steps of earlier requests alone.
 
     Raises:
-        NonFiniteOutputError: as above.
+        NonFiniteOutputError: a latent or a log-prob is NaN or infinite.
     """
+    copies = HostCopies(family.device)
+    so_far = _sample_so_far(family, request, index, state, copies)
+    copies.landing().wait()
+    if state is not None:
+        check_finite(state, _finite(state))
     resume = request.resume_from[index] if state is None else _resume_state(state)
     message = "the request was aborted" + (" while it waited" if state is None else "")
     return replace(
-        _sample_so_far(family, request, index, state),
+        so_far,
         finish_reason=FinishReason("abort", message),
         resume_state=resume,
     )
@@ -79,18 +87,19 @@ def complete_group(
     ]
 
 
-def _sample_so_far(family: ModelFamily, request: RequestState, index: int, state: SampleState | None) -> RolloutSample:
-    """What has been recorded of a sample, without output and final latent."""
+def _sample_so_far(
+    family: ModelFamily, request: RequestState, index: int, state: SampleState | None, copies: HostCopies
+) -> RolloutSample:
+    """What has been recorded of a sample, without output and final latent; it is on its way to the CPU."""
     params, schedule, size = request.params, request.schedule, request.size
     log_probs = torch.zeros(schedule.steps) if params.rollout else None
     debug, trajectory, env = None, None, None
     if state is not None:
         recorder = state.recorder
-        log_probs = None if recorder.log_probs is None else recorder.log_probs.cpu()
-        _refuse_non_finite(state, state.latents, log_probs)
-        debug = recorder.debug_tensors(StepTerms.from_columns(schedule.columns).noise_std)
-        trajectory = recorder.trajectory((schedule.timesteps, schedule.sigmas), state.step)
-        env = _denoising_env(family, request)
+        log_probs = None if recorder.log_probs is None else copies.take(recorder.log_probs)
+        debug = recorder.debug_tensors(StepTerms.from_columns(schedule.columns).noise_std, copies)
+        trajectory = recorder.trajectory((schedule.timesteps, schedule.sigmas), state.step, copies)
+        env = denoising_env(family, request)
     elif params.rollout and params.rollout_return_dit_trajectory:
         nothing = torch.empty(0, *latent_shape(family, size)), torch.empty(0, dtype=torch.int64)
         trajectory = DiTTrajectory(*nothing, schedule.timesteps, schedule.sigmas)
@@ -150,16 +159,13 @@ def _resume_state(state: SampleState) -> ResumeState:
     )
 
 
-def _output(state: SampleState, picture: torch.Tensor) -> torch.Tensor:
-    """The picture as the request wants it, on the CPU, in memory of its own."""
-    _refuse_non_finite(state, picture)
-    if state.request.params.output_dtype == "uint8":
-        picture = (picture * 255).round().to(torch.uint8)
-    return picture.to("cpu", copy=True)
+def _output(picture: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The picture as the request wants it."""
+    return (picture * 255).round().to(torch.uint8) if dtype == "uint8" else picture
 
 
-def _denoising_env(family: ModelFamily, request: RequestState) -> DenoisingEnv | None:
-    """The request's conditioning, made at its first sample and the same object for all of them."""
+def denoising_env(family: ModelFamily, request: RequestState) -> DenoisingEnv | None:
+    """The request's conditioning on the CPU if it wants that, made once and the same object for all of its samples."""
     if not (request.params.rollout and request.params.rollout_return_denoising_env):
         return None
     if request.denoising_env is None:
@@ -168,8 +174,18 @@ def _denoising_env(family: ModelFamily, request: RequestState) -> DenoisingEnv |
     return request.denoising_env
 
 
-def _refuse_non_finite(state: SampleState, output: torch.Tensor, log_probs: torch.Tensor | None = None) -> None:
-    if torch.isfinite(output).all() and (log_probs is None or torch.isfinite(log_probs).all()):
+def _finite(state: SampleState, *outputs: torch.Tensor) -> torch.Tensor:
+    """Whether the sample's latent, its log-probs and these outputs are finite: a bool, where they are."""
+    recorded = () if state.recorder.log_probs is None else (state.recorder.log_probs,)
+    return torch.stack([torch.isfinite(x).all() for x in (state.latents, *recorded, *outputs)]).all()
+
+
+def check_finite(state: SampleState, finite: torch.Tensor) -> None:
+    """
+    Raises:
+        NonFiniteOutputError: `finite` says that a latent, a log-prob or the picture is NaN or infinite.
+    """
+    if finite:
         return
     raise NonFiniteOutputError(
         f"sample {state.members[0]} (seed {state.seed}) became NaN or infinite",
