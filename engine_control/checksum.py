@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from engine_control.weight_kernels import WeightKernels
+
 ROW = 1024  # bytes of which one row of sums is made
 COLUMNS = 8
 FAN_IN = ROW // (COLUMNS * 4)  # rows of sums whose bytes are one row of the next level
@@ -27,26 +29,31 @@ GROUP_BYTES = 1 << 32  # hashed together; the sums of the first level take 1/32 
 ALIGNED = 16  # bytes, for a product that reads memory as it lies
 
 
-def device_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def device_digests(tensors: Iterable[tuple[str, torch.Tensor]], kernels: WeightKernels | None = None) -> dict[str, str]:
     """The fast digest of each tensor, by its name, with one wait for each device at the end."""
     named = list(tensors)
-    sums = _on_host([tensor for _, tensor in named])
+    sums = _on_host([tensor for _, tensor in named], kernels)
     digests = {}
     for (name, tensor), found in zip(named, sums, strict=True):
-        head = f"{tensor.dtype}{list(tensor.shape)}".encode()
-        digests[name] = hashlib.blake2b(head + found, digest_size=16).hexdigest()
+        digests[name] = hashlib.blake2b(_head(tensor.dtype, tensor.shape) + found, digest_size=16).hexdigest()
     return digests
 
 
-def _on_host(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+@functools.lru_cache(4096)
+def _head(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{list(shape)}".encode()
+
+
+def _on_host(tensors: Sequence[torch.Tensor], kernels: WeightKernels | None) -> list[bytes]:
     """For each tensor the bytes of its last sums."""
     devices: dict[torch.device, tuple[list[int], list[int]]] = {}
     for index, tensor in enumerate(tensors):
         devices.setdefault(tensor.device, ([], []))[_is_small(tensor)].append(index)
     fetched: dict[int, bytes] = {}
-    for large, small in devices.values():
-        sums = [_tree_of([tensors[index] for index in group]) for group in _groups(tensors, large)]
-        sums += [_rows_of([_bytes(tensors[index]) for index in group]) for group in _groups(tensors, small)]
+    for device, (large, small) in devices.items():
+        own = kernels if kernels is not None and kernels.device == device else None
+        sums = [_tree_of([tensors[index] for index in group], own) for group in _groups(tensors, large)]
+        sums += [_rows_of([tensors[index] for index in group], own) for group in _groups(tensors, small)]
         flat = torch.cat(sums).cpu().numpy()
         position = 0
         for index in [*large, *small]:
@@ -70,14 +77,23 @@ def _groups(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> Iterator
         yield group
 
 
-def _tree_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _tree_of(tensors: Sequence[torch.Tensor], kernels: WeightKernels | None) -> torch.Tensor:
     """`[chunks, COLUMNS]` int32, on the tensors' device: those of each tensor follow those of the one before."""
-    chunks = sum(_chunks(tensor) for tensor in tensors)
-    first = torch.zeros(chunks * FAN_IN * FAN_IN, COLUMNS, dtype=torch.int32, device=tensors[0].device)
+    begins = list(itertools.accumulate((_chunks(tensor) * FAN_IN * FAN_IN for tensor in tensors), initial=0))
+    first = torch.zeros(begins[-1], COLUMNS, dtype=torch.int32, device=tensors[0].device)
+    if kernels is not None:
+        kernels.row_sums(_readable(tensors, kernels), begins[:-1], _factors(first.device), first)
+    else:
+        _multiply_all(tensors, begins, first)
+    return _next_level(_next_level(first))[: begins[-1] // (FAN_IN * FAN_IN)]
+
+
+def _multiply_all(tensors: Sequence[torch.Tensor], begins: Sequence[int], first: torch.Tensor) -> None:
+    """The sums of the first level, a product for each tensor's whole rows and one for all that is left."""
     rests: list[torch.Tensor] = []  # bytes that aren't whole rows where they lie
     places: list[torch.Tensor] = []  # of their sums
-    row, factors = 0, _factors(first.device)
-    for tensor in tensors:
+    factors = _factors(first.device)
+    for tensor, row in zip(tensors, begins, strict=False):
         data = _bytes(tensor)
         count = len(data)
         whole = count // ROW if data.data_ptr() % ALIGNED == 0 else 0
@@ -87,19 +103,27 @@ def _tree_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if whole * ROW < count:
             rests.append(data[whole * ROW :])
             places.append(first[row + whole : row + _rows(tensor)])
-        row += _chunks(tensor) * FAN_IN * FAN_IN
     if rests:
-        torch._foreach_copy_(places, list(_rows_of(rests).split([len(place) for place in places])))
-    return _next_level(_next_level(first))[:chunks]
+        torch._foreach_copy_(places, list(_rows_of(rests, None).split([len(place) for place in places])))
 
 
-def _rows_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[rows, COLUMNS]` int32: the sums of flat bytes, each part padded to whole rows with zeros."""
-    counts = [_rows(part) for part in parts]
-    staged = torch.zeros(max(sum(counts), FEWEST_ROWS) * ROW, dtype=torch.int8, device=parts[0].device)
-    starts = itertools.accumulate(counts, initial=0)
-    torch._foreach_copy_([staged[s * ROW : s * ROW + len(p)] for p, s in zip(parts, starts, strict=False)], list(parts))
-    return _multiply(staged.view(-1, ROW))[: sum(counts)]
+def _rows_of(tensors: Sequence[torch.Tensor], kernels: WeightKernels | None) -> torch.Tensor:
+    """`[rows, COLUMNS]` int32: the sums of each tensor's bytes, padded to whole rows with zeros."""
+    begins = list(itertools.accumulate((_rows(tensor) for tensor in tensors), initial=0))
+    device = tensors[0].device
+    if kernels is not None:
+        sums = torch.zeros(begins[-1], COLUMNS, dtype=torch.int32, device=device)
+        kernels.row_sums(_readable(tensors, kernels), begins[:-1], _factors(device), sums)
+        return sums
+    parts = [_bytes(tensor) for tensor in tensors]
+    staged = torch.zeros(max(begins[-1], FEWEST_ROWS) * ROW, dtype=torch.int8, device=device)
+    torch._foreach_copy_([staged[s * ROW : s * ROW + len(p)] for p, s in zip(parts, begins, strict=False)], parts)
+    return _multiply(staged.view(-1, ROW))[: begins[-1]]
+
+
+def _readable(tensors: Sequence[torch.Tensor], kernels: WeightKernels) -> list[torch.Tensor]:
+    """What the kernels can read, with the bytes of the tensors."""
+    return [tensor if kernels.reads(tensor) else _bytes(tensor).clone() for tensor in tensors]
 
 
 def _next_level(sums: torch.Tensor) -> torch.Tensor:

@@ -442,6 +442,7 @@ def test_an_undo_that_fails_is_said_so() -> None:
         target = BadTarget({"model": Tied()})
         memory: Any = None
         device = torch.device("cpu")
+        weight_kernels = None
 
         def flush_caches(self, modules: Any) -> None:
             pass

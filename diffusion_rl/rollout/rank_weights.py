@@ -20,6 +20,8 @@ from engine_control.config import RankSettings
 from engine_control.memory.base import MemoryMechanism, mechanisms
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import ModuleTarget
+from engine_control.weight_kernels import WeightKernels
+from rl_kernels.weights import weight_kernels
 
 TRAINED = (FIRST, SECOND)
 """The modules that a trainer trains: what a session is about that names none, and all that a release without backup may
@@ -38,6 +40,7 @@ class RankWeights:
             name: module for name, module in family.pipeline.components.items() if isinstance(module, torch.nn.Module)
         }
         self.device = family.device
+        self.weight_kernels: WeightKernels | None = weight_kernels(family.device)
         self._offloads = [found for module in self._modules.values() if (found := offload_of(module)) is not None]
         trained = [name for name in TRAINED if name in self._modules]
         self.target: ModuleTarget = ModuleTarget(self._modules, main=trained)

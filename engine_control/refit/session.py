@@ -21,9 +21,10 @@ from engine_control.errors import RefitRefusedError
 from engine_control.refit.backends.base import WeightItem
 from engine_control.refit.readback import ReadBack
 from engine_control.refit.target import RefitTarget, ShardedTarget
-from engine_control.refit.undo import Key, UndoLog, copy_all
+from engine_control.refit.undo import Key, UndoLog
+from engine_control.refit.writing import Applied, Looked, Writer, look, refuse_non_finite
+from engine_control.weight_kernels import WeightKernels
 
-Applied = tuple[Key, torch.Tensor]
 UndoPlace = Literal["device", "host", "shadow", "none"]
 
 
@@ -46,9 +47,11 @@ class RefitSession:
         partial: bool = False,
         staged: bool = False,
         undo: bool = True,
+        kernels: WeightKernels | None = None,
     ) -> None:
         """`modules` are those that the session may touch; a tensor without a module belongs to the only one, or the
-        first. Afterwards those modules are in checkpoint form.
+        first. Afterwards those modules are in checkpoint form. `kernels` make it quicker where weights are on their
+        device.
 
         Raises:
             RefitRefusedError: there is no such module.
@@ -69,6 +72,8 @@ class RefitSession:
         self.staged = staged
         self._undo = UndoLog() if undo and not staged else None
         self._can_undo = undo or staged
+        self._kernels = kernels
+        self._writer = Writer(target, kernels)
         self._shadow: dict[Key, torch.Tensor] = {}
         self._sent: dict[Key, None] = {}
         self._tied: dict[Key, Key] = {}
@@ -106,13 +111,13 @@ class RefitSession:
         """
         self._last_call, nbytes = [], 0
         waiting: list[Applied] = []
-        finite: list[tuple[Key, torch.Tensor]] = []
+        looked: list[Looked] = []
         try:
             for item in items:
                 key = self._checked(item)
                 first = self._tied.setdefault(self._representative(key), key)
                 if first != key:
-                    finite += self._apply(waiting)
+                    looked += self._apply(waiting)
                     waiting = []
                     self._refuse_untied(first, key, item.tensor)
                 self._sent[key] = None
@@ -120,10 +125,10 @@ class RefitSession:
                 waiting.append((key, item.tensor))
                 nbytes += item.tensor.nbytes
                 if len(waiting) >= at_once:
-                    finite += self._apply(waiting)
+                    looked += self._apply(waiting)
                     waiting = []
-            finite += self._apply(waiting)
-            _refuse_non_finite(finite)
+            looked += self._apply(waiting)
+            refuse_non_finite(looked)
         except BaseException:
             self.undo_last_call()
             raise
@@ -157,7 +162,7 @@ class RefitSession:
         if self._readback is not None:
             return {f"{module}.{name}": digest for (module, name), digest in self._readback.verified().items()}
         lying = [(key, self._lying(key)) for key in self._sent]
-        return device_digests((f"{module}.{name}", tensor) for (module, name), tensor in lying)
+        return device_digests(((f"{module}.{name}", tensor) for (module, name), tensor in lying), self._kernels)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -165,7 +170,7 @@ class RefitSession:
         if self.staged:
             self._undo = UndoLog()
             try:
-                self._write(list(self._shadow.items()))
+                self._writer.write(list(self._shadow.items()), self._undo, checked=True)
             except BaseException:
                 self.undo()
                 raise
@@ -188,28 +193,20 @@ class RefitSession:
         self._sent.clear()
         self._tied.clear()
 
-    def _apply(self, batch: Sequence[Applied]) -> list[tuple[Key, torch.Tensor]]:
+    def _apply(self, batch: Sequence[Applied]) -> list[Looked]:
         """Writes the tensors, or puts them into the shadow; what tells whether they are finite."""
         if self.staged:
             for key, tensor in batch:
                 self._shadow[key] = torch.empty_like(tensor, device=self._device(key, tensor)).copy_(tensor)
-        else:
-            self._write(batch)
-            if self._readback is not None:
-                self._readback.note(batch)
-        return _largest(batch)
+            return look(batch)
+        looked = self._writer.write(batch, self._undo)
+        if self._readback is not None:
+            self._readback.note(batch)
+        return looked
 
     def _device(self, key: Key, tensor: torch.Tensor) -> torch.device:
         """Where the weight lies; without a piece of it on this rank, where the tensor is."""
         return next((live.device for live, _ in self._target.destinations(*key, tensor)), tensor.device)
-
-    def _write(self, batch: Sequence[Applied]) -> None:
-        pieces = [(key, *pair) for key, tensor in batch for pair in self._target.destinations(*key, tensor)]
-        if not pieces:
-            return
-        if self._undo is not None:
-            self._undo.keep([(key, live) for key, live, _ in pieces])
-        copy_all([live for _, live, _ in pieces], [new for _, _, new in pieces])
 
     def _checked(self, item: WeightItem) -> Key:
         """The tensor's key, if it may be written."""
@@ -276,45 +273,6 @@ class RefitSession:
     def _near(self, module: str) -> str:
         names = list(self._weights[module])
         return f"{module!r} has {len(names)}, such as {names[0]!r}." if names else f"{module!r} has no weights."
-
-
-def _largest(batch: Sequence[Applied]) -> list[tuple[Key, torch.Tensor]]:
-    """For each tensor of floating point a number that is finite if and only if all of the tensor's are; on the tensor's
-    device, without waiting for it."""
-    found: list[tuple[Key, torch.Tensor]] = []
-    by_kind: dict[object, list[Applied]] = {}
-    for key, tensor in batch:
-        if tensor.is_floating_point() and tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append((key, tensor))
-    for alike in by_kind.values():
-        tensors = [tensor.detach() for _, tensor in alike]
-        if tensors[0].element_size() == 1:  # float8 has no norms
-            tensors = [tensor.float() for tensor in tensors]
-        norms = torch._foreach_norm(tensors, float("inf"))
-        found += [(key, norm) for (key, _), norm in zip(alike, norms, strict=True)]
-    return found
-
-
-def _refuse_non_finite(found: Sequence[tuple[Key, torch.Tensor]]) -> None:
-    if not found:
-        return
-    by_dtype: dict[object, list[tuple[Key, torch.Tensor]]] = {}
-    for key, value in found:
-        by_dtype.setdefault((value.device, value.dtype), []).append((key, value))
-    bad = [
-        alike[index][0]
-        for alike in by_dtype.values()
-        for index in (~torch.stack([value for _, value in alike]).isfinite()).nonzero().flatten().tolist()
-    ]
-    if bad:
-        module, name = bad[0]
-        raise _refused(
-            "it holds NaN or infinity",
-            module,
-            name,
-            code="non_finite_weights",
-            hint="See to the training; nothing changed.",
-        )
 
 
 def _refused(message: str, module: str, name: str, *, code: str, hint: str) -> RefitRefusedError:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 Key = tuple[str, str]
 """A module's name and a tensor's."""
 
-ALONE_BYTES = 8 << 20  # of a tensor from which on a copy of its own is the faster one
+ALIGNMENT = 256  # bytes, of each tensor's copy
+ROOM_BYTES = 1 << 30  # allocated at once, or a tensor's
 DEVICE_MARGIN_BYTES = 1 << 30  # of a GPU's free memory, left to everything else
+
+
+class Kept(NamedTuple):
+    """A live tensor, and where its old bytes have room: in flat memory of its dtype from element `start` on."""
+
+    live: torch.Tensor
+    room: torch.Tensor
+    start: int
+
+    @property
+    def address(self) -> int:
+        return int(self.room.data_ptr() + self.start * self.room.element_size())
+
+    @property
+    def old(self) -> torch.Tensor:
+        """Of the live one's shape and dtype, in row-major order."""
+        if self.live.is_contiguous():  # one call instead of two
+            return self.room.as_strided(self.live.shape, self.live.stride(), self.start)
+        return self.room[self.start : self.start + self.live.numel()].view(self.live.shape)
 
 
 class UndoLog:
@@ -19,54 +39,75 @@ class UndoLog:
     more, in pinned host memory."""
 
     def __init__(self) -> None:
-        self._old: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._old: dict[Key, list[Kept]] = {}
         self.place: Literal["device", "host"] = "device"
 
-    def keep(self, pieces: Sequence[tuple[Key, torch.Tensor]]) -> None:
-        """Copies each live tensor; call it before they are written."""
-        lives = [live for _, live in pieces]
-        copies = self._room_for(lives)
-        copy_all(copies, lives)
-        for (key, live), copy in zip(pieces, copies, strict=True):
-            self._old.setdefault(key, []).append((live, copy))
+    def room_for(self, lives: Sequence[torch.Tensor]) -> list[Kept]:
+        """A place for the old bytes of each, of which nothing is copied or noted yet."""
+        on_gpu = [live for live in lives if live.device.type == "cuda"]
+        if on_gpu and self.place == "device":
+            device = on_gpu[0].device
+            free, _ = torch.cuda.mem_get_info(device)
+            unused = _unused_by_torch(device)
+            if free + unused < sum(live.nbytes for live in on_gpu) + DEVICE_MARGIN_BYTES:
+                self.place = "host"
+        if self.place == "device":
+            try:
+                return _allocated(lives, on_host=False)
+            except torch.OutOfMemoryError:  # what is free is in pieces
+                self.place = "host"
+        return _allocated(lives, on_host=True)
+
+    def note(self, keys: Iterable[Key], kept: Iterable[Kept]) -> None:
+        """These hold the old bytes now, or will before anything that the device is given from now on."""
+        for key, one in zip(keys, kept, strict=True):
+            self._old.setdefault(key, []).append(one)
 
     def restore(self, key: Key) -> None:
         """Afterwards that weight is as it was; what had not been written stays."""
-        for live, old in reversed(self._old.pop(key, [])):
-            live.copy_(old)
+        for kept in reversed(self._old.pop(key, [])):
+            kept.live.copy_(kept.old)
 
     def restore_all(self) -> None:
         """Afterwards everything is as it was."""
         for key in reversed(list(self._old)):
             self.restore(key)
 
-    def _room_for(self, lives: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        on_gpu = [live for live in lives if live.device.type == "cuda"]
-        if on_gpu and self.place == "device":
-            device = on_gpu[0].device
-            free, _ = torch.cuda.mem_get_info(device)
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if free + unused < sum(live.nbytes for live in on_gpu) + DEVICE_MARGIN_BYTES:
-                self.place = "host"
-        if self.place == "device":
-            try:
-                return [torch.empty_like(live, memory_format=torch.preserve_format) for live in lives]
-            except torch.OutOfMemoryError:  # what is free is in pieces
-                self.place = "host"
-        pinned = [live.device.type == "cuda" for live in lives]
-        return [
-            torch.empty(live.shape, dtype=live.dtype, pin_memory=pin) for live, pin in zip(lives, pinned, strict=True)
-        ]
+
+def _unused_by_torch(device: torch.device) -> int:
+    """Bytes that torch has of the GPU and nobody has of torch; not by the calls that flatten all statistics first."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source into its target: the small ones by common launches, which reach three quarters of the rate
-    that a large copy has. Those between other devices than the rest go together."""
-    small: dict[tuple[torch.device, torch.device], list[int]] = {}
-    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        if target.nbytes >= ALONE_BYTES:
-            target.copy_(source)
-        else:
-            small.setdefault((target.device, source.device), []).append(index)
-    for alike in small.values():
-        torch._foreach_copy_([targets[index] for index in alike], [sources[index] for index in alike])
+def _allocated(lives: Sequence[torch.Tensor], *, on_host: bool) -> list[Kept]:
+    """Room for each in its order, in as few allocations as hold `ROOM_BYTES`."""
+    places: dict[int, Kept] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
+    for index, live in enumerate(lives):
+        unit = ALIGNMENT // live.element_size()
+        size = -(-live.numel() // unit) * unit
+        alike.setdefault((live.device, live.dtype), []).append((index, size))
+    for (device, dtype), sizes in alike.items():
+        where: dict[str, Any] = {"pin_memory": device.type == "cuda"} if on_host else {"device": device}
+        for part in _parts(sizes, ROOM_BYTES // dtype.itemsize):
+            room = torch.empty(sum(size for _, size in part), dtype=dtype, **where)
+            start = 0
+            for index, size in part:
+                places[index] = Kept(lives[index], room, start)
+                start += size
+    return [places[index] for index in range(len(lives))]
+
+
+def _parts(sizes: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """The indices with their sizes in their order, in parts of up to `most` together, or one alone."""
+    part: list[tuple[int, int]] = []
+    total = 0
+    for index, size in sizes:
+        if part and total + size > most:
+            yield part
+            part, total = [], 0
+        part.append((index, size))
+        total += size
+    if part:
+        yield part

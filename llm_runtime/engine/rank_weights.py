@@ -10,10 +10,12 @@ from engine_control.config import RankSettings
 from engine_control.memory.base import mechanisms
 from engine_control.memory.saver import MemorySaver
 from engine_control.refit.target import RefitTarget
+from engine_control.weight_kernels import WeightKernels
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.draft_target import DRAFT, TargetAndDraft
 from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.models.weights import MODULE
+from rl_kernels.weights import weight_kernels
 
 
 class RankWeights:
@@ -32,6 +34,7 @@ class RankWeights:
         self._runners = {MODULE: runner} if draft is None else {MODULE: runner, DRAFT: draft}
         self._forget_prefixes = forget_prefixes
         self.device = runner.device
+        self.weight_kernels: WeightKernels | None = weight_kernels(runner.device)
         targets = {name: own.model.refit_target() for name, own in self._runners.items()}
         self._target = targets[MODULE] if draft is None else TargetAndDraft(targets[MODULE], targets[DRAFT])
         named = "host" if config.memory_saver == "auto" else config.memory_saver
