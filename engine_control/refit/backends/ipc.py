@@ -8,8 +8,11 @@ CUDA IPC handles in the call, is read too.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -43,6 +46,7 @@ from engine_control.refit.payload.rebuild import load_payload
 from engine_control.refit.payload.serializer import pickle_from
 
 ALIGNMENT = 256  # bytes, of each tensor in a buffer
+CALLS = 256  # of which the places are remembered
 Placed = tuple[str | None, str, torch.Tensor]
 """A module, a name, and where the tensor lies."""
 HANDLES, PICKLED = "ipc_handles", "ipc_handles_pickled"
@@ -60,7 +64,7 @@ class IpcTransport(WeightTransport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._mapped: tuple[object, torch.Tensor] | None = None
-        self._last: tuple[object, list[Placed]] | None = None  # what the last call said, and its views of that buffer
+        self._said: deque[tuple[object, list[Placed]]] = deque(maxlen=CALLS)  # in calls, and their views of that buffer
         self._open = False
 
     def init(self, info: Mapping[str, Any]) -> None:
@@ -75,8 +79,9 @@ class IpcTransport(WeightTransport):
             refuse_cpu(self.context.device)
             return self._by_handle(info, loader)
         said = (token_of(info.get(FIELD)), info.get("tensors"), info.get("target_modules"))
-        if self._last is not None and self._last[0] == said:  # a sender of fixed places says the same each time
-            return self._of_views(self._last[1], loader)
+        known = next((views for before, views in self._said if before == said), None)
+        if known is not None:  # a sender of fixed places says the same in each refit
+            return self._of_views(known, loader)
         places = [self._place(entry, info) for entry in _entries(said[1])]
         return self._from_buffer(said, info[FIELD], places, loader)
 
@@ -88,7 +93,8 @@ class IpcTransport(WeightTransport):
         release_imports(self.context.device)
 
     def close(self) -> None:
-        self._mapped, self._last, self._open = None, None, False
+        self._mapped, self._open = None, False
+        self._said.clear()
 
     def _from_buffer(
         self,
@@ -102,13 +108,15 @@ class IpcTransport(WeightTransport):
             _check_inside(buffer, tensor, offset)
         views = [(module, t.name, piece(buffer, offset, t.dtype, t.shape)) for module, t, offset in places]
         aligned = all(offset % t.dtype.itemsize == 0 for _, t, offset in places)
-        self._last = (said, views) if aligned else None  # the others are copies
+        if aligned:  # the others are copies
+            self._said.append((said, views))
         yield from self._of_views(views, loader)
 
     def _of_views(self, views: list[Placed], loader: Loader) -> Iterator[WeightItem]:
         try:
-            for module, name, view in views:
-                yield from items(module, loader([(name, check_booleans(view, name=name))]), field="tensors")
+            for module, placed in groupby(views, key=itemgetter(0)):
+                named = ((name, check_booleans(view, name=name)) for _, name, view in placed)
+                yield from items(module, loader(named), field="tensors")
         finally:
             if self.context.device.type == "cuda":  # the sender may fill it again
                 torch.cuda.synchronize(self.context.device)
@@ -116,7 +124,8 @@ class IpcTransport(WeightTransport):
     def _buffer(self, key: object, opened: Any) -> torch.Tensor:
         """The mapped buffer, which is opened once: torch pairs each export of CUDA memory with one import."""
         if self._mapped is None or self._mapped[0] != key:
-            self._mapped = self._last = None
+            self._mapped = None
+            self._said.clear()
             release_imports(self.context.device)
             self._mapped = (key, opened())
         return self._mapped[1]
