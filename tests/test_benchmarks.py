@@ -31,7 +31,7 @@ from benchmarks import (
     run_all,
     tune_paged_attention,
 )
-from benchmarks.full_size import SHAPES, run
+from benchmarks.full_size import SHAPES, asked, run
 from benchmarks.measure import Budget, Series, alternate, quartiles, ratio
 from benchmarks.plain_diffusers import PlainRollout, plain_rollout, roll_out
 from benchmarks.rollout_subject import NOISE_LEVEL, Subject
@@ -143,6 +143,16 @@ def test_the_plain_loop_rolls_out_what_the_engine_does_given_equal_noise(shape: 
         torch.testing.assert_close(plain.states[index], sample.dit_trajectory.latents, rtol=0, atol=1e-4)
         torch.testing.assert_close(plain.log_probs[index], sample.rollout_log_probs, rtol=0, atol=1e-4)
         torch.testing.assert_close(plain.pictures[index], sample.generated_output, rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["tiny-wan", "tiny-flux", "tiny-z-image"])
+def test_a_shape_of_random_weights_rolls_out(shape: str) -> None:
+    engine = RolloutEngine(SHAPES[shape]("cpu"), EngineConfig(deterministic="off"))
+    video = {"num_frames": 5} if shape == "tiny-wan" else {}
+    found = run(engine, {"one": asked(64, "short", seeds=(1, 2), num_inference_steps=2, **video)})["one"]
+    assert not torch.equal(found[0].generated_output, found[1].generated_output)
+    assert all(torch.isfinite(sample.rollout_log_probs).all() for sample in found)
 
 
 def test_a_benchmark_ends_with_its_budget_but_not_before_its_first_round() -> None:
