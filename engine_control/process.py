@@ -21,11 +21,12 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
+import torch
 
 from engine_control.child import how_it_ended, start_child
 from engine_control.errors import EngineDiedError, EngineUnavailableError, InvalidRequestError, from_message
 from engine_control.wire import WireError, receive_message, send_message
-from engine_control.worker import Abort, Add, Call, Operation, Ready, Reply, Update
+from engine_control.worker import Abort, Add, Ahead, Call, Operation, Ready, Reply, Update
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +247,23 @@ class _Newest:
         return self._value
 
 
+class _TensorsAhead:
+    """Tensors that came before the replies that hold them, by number."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._of_operation: dict[int, list[int]] = {}
+
+    def add(self, ahead: Ahead) -> None:
+        self.tensors |= ahead.numbered()
+        self._of_operation.setdefault(ahead.id, []).extend(ahead.numbered())
+
+    def forget(self, operation: int) -> None:
+        """Its reply has come: no other message refers to these."""
+        for number in self._of_operation.pop(operation, ()):
+            del self.tensors[number]
+
+
 class EngineLife:
     """One life of the engine process, from its start to its end.
 
@@ -323,10 +341,18 @@ class EngineLife:
 
     def _read(self) -> None:
         cause = "the thread that reads its replies failed"
+        ahead = _TensorsAhead()
         try:
             while True:
-                message = msgspec.convert(receive_message(self._connection), Ready | Reply | Update)
-                self._on_loop(self._deliver, message)
+                received = receive_message(self._connection, earlier=ahead.tensors)
+                message = msgspec.convert(received, Ready | Reply | Update | Ahead)
+                del received
+                if isinstance(message, Ahead):
+                    ahead.add(message)
+                else:
+                    if isinstance(message, Reply):
+                        ahead.forget(message.id)
+                    self._on_loop(self._deliver, message)
                 del message  # else this frame keeps the last reply's tensors alive until the next one
         except (WireError, OSError, msgspec.ValidationError) as error:
             cause = str(error)

@@ -3,7 +3,8 @@
 A message is plain data (dicts, lists, text, numbers, booleans, None, bytes) with torch tensors at any depth. On the
 wire it is one frame: a fixed prefix, a manifest (dtype, shape and byte length of each tensor), the body, then the raw
 bytes of the tensors in order; manifest and body are msgpack. A tensor object that occurs in several places travels once
-and arrives as one object. There is no code in a frame: nothing here can execute what it reads.
+and arrives as one object. A body may also refer by number to tensors that the peer has from earlier messages. There is
+no code in a frame: nothing here can execute what it reads.
 
 Dataclasses and msgspec structs are written as maps, tuples as lists; the receiver rebuilds its types from those.
 """
@@ -23,6 +24,7 @@ import torch
 MAGIC = b"drl1"
 PREFIX = struct.Struct("<4sIIQ")  # magic, bytes of the manifest, of the body, of all tensors
 TENSOR_REFERENCE = 1  # msgpack extension type: the index of a tensor in the manifest
+EARLIER_TENSOR = 2  # the same: the number of a tensor that the peer has by now
 BUFFERS_PER_CALL = 512  # below the kernel's IOV_MAX of 1024
 
 DTYPES: tuple[torch.dtype, ...] = (
@@ -75,18 +77,28 @@ _MANIFEST = msgspec.msgpack.Decoder(list[TensorSpec])
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
-def send_message(connection: socket.socket, message: object, limits: WireLimits | None = None) -> None:
+def send_message(
+    connection: socket.socket,
+    message: object,
+    limits: WireLimits | None = None,
+    *,
+    earlier: Mapping[int, torch.Tensor] | None = None,
+) -> None:
     """Writes one message and returns when the kernel has it all. The tensors' bytes are not copied on the way.
+
+    Tensors of `earlier`, which the peer has by these numbers, are not sent.
 
     Raises:
         WireError: the message can't be written, or is over the limits. Nothing has been sent.
         OSError: the peer is gone.
     """
-    _send_all(connection, frame(message, limits))
+    _send_all(connection, frame(message, limits, earlier=earlier))
 
 
-def receive_message(connection: socket.socket, limits: WireLimits | None = None) -> Any:
-    """Reads one message. Each tensor owns its memory, which the bytes were read into directly.
+def receive_message(
+    connection: socket.socket, limits: WireLimits | None = None, *, earlier: Mapping[int, torch.Tensor] | None = None
+) -> Any:
+    """Reads one message. Each tensor owns its memory, which the bytes were read into directly, or is one of `earlier`.
 
     Raises:
         PeerClosedError: there is no further message.
@@ -103,17 +115,20 @@ def receive_message(connection: socket.socket, limits: WireLimits | None = None)
     specs = _read_manifest(_receive(connection, manifest_bytes), tensor_bytes, limits)
     body = _receive(connection, body_bytes)
     tensors = [_receive_tensor(connection, spec) for spec in specs]
-    return _decode_body(body, tensors)
+    return _decode_body(body, tensors, earlier or {})
 
 
-def frame(message: object, limits: WireLimits | None = None) -> list[memoryview]:
-    """The buffers of one frame, in order. They alias the message's (contiguous) tensors.
+def frame(
+    message: object, limits: WireLimits | None = None, *, earlier: Mapping[int, torch.Tensor] | None = None
+) -> list[memoryview]:
+    """The buffers of one frame, in order. They alias the message's (contiguous) tensors, except for those in `earlier`.
 
     Raises:
         WireError: a value or dtype that has no place in a frame, or a message over the limits.
     """
     limits = limits or WireLimits()
     indices: dict[int, int] = {}
+    numbers = {id(tensor): number for number, tensor in (earlier or {}).items()}
     tensors: list[torch.Tensor] = []
 
     def reference(value: object) -> msgspec.msgpack.Ext | str | dict[object, object]:
@@ -123,6 +138,8 @@ def frame(message: object, limits: WireLimits | None = None) -> list[memoryview]
             return dict(value)
         if not isinstance(value, torch.Tensor):
             raise WireError(f"a message can't carry a {type(value).__name__}")
+        if id(value) in numbers:
+            return msgspec.msgpack.Ext(EARLIER_TENSOR, numbers[id(value)].to_bytes(8, "little"))
         if id(value) not in indices:
             _check_sendable(value)
             indices[id(value)] = len(tensors)
@@ -214,9 +231,11 @@ def _receive_tensor(connection: socket.socket, spec: TensorSpec) -> torch.Tensor
     return raw.view(_DTYPE_BY_NAME[spec.dtype]).reshape(spec.shape)
 
 
-def _decode_body(body: bytearray, tensors: list[torch.Tensor]) -> object:
+def _decode_body(body: bytearray, tensors: list[torch.Tensor], earlier: Mapping[int, torch.Tensor]) -> object:
     def resolve(code: int, data: memoryview) -> torch.Tensor:
         index = int.from_bytes(data, "little")
+        if code == EARLIER_TENSOR and len(data) == 8 and index in earlier:
+            return earlier[index]
         if code != TENSOR_REFERENCE or len(data) != 4 or index >= len(tensors):
             raise WireError(f"extension {code} with {len(data)} bytes refers to no tensor of this frame")
         return tensors[index]

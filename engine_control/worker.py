@@ -1,8 +1,8 @@
 """The engine process's side of the socket, and the messages that both sides exchange.
 
 The HTTP process sends operations, the engine process one reply to each, in whichever order they finish; before the
-reply to a request that streams come its updates. First of all comes one `Ready`. When the HTTP process goes away, for
-whatever reason, the engine process ends: no orphans.
+reply to a request that streams come its updates, and before any reply may come tensors that will be in it. First of
+all comes one `Ready`. When the HTTP process goes away, for whatever reason, the engine process ends: no orphans.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
 
 from engine_control.errors import EngineError, EngineFaultError, ErrorMessage
 from engine_control.step_loop import StepLoop
@@ -78,9 +79,21 @@ class Update(msgspec.Struct, tag="update", frozen=True):
     result: Any
 
 
+class Ahead(msgspec.Struct, tag="ahead", frozen=True):
+    """Tensors of the reply to the operation of that id, which will refer to them by numbers from `first` on."""
+
+    id: int
+    first: int
+    tensors: list[Any]
+
+    def numbered(self) -> dict[int, torch.Tensor]:
+        return dict(enumerate(self.tensors, start=self.first))
+
+
 Operation = Add | Abort | Call
-Outgoing = tuple[Operation, Future[Any]] | int
-"""What is answered, with its answer; or the number of what has a newer update than the last that was sent."""
+Outgoing = tuple[Operation, Future[Any]] | Ahead | int
+"""What is answered, with its answer; tensors of an answer to come; or the number of what has a newer update than was
+sent."""
 
 
 class EngineWorker(Generic[Request, Result]):
@@ -103,6 +116,9 @@ class EngineWorker(Generic[Request, Result]):
         self._loop: Future[StepLoop[Request, Result]] = Future()
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._added: dict[int, Future[Any]] = {}
+        self._numbers: dict[str, int] = {}
+        self._sent_ahead: dict[int, dict[int, torch.Tensor]] = {}  # the sender's own, by operation
+        self._tensors_ahead = 0
         self._updates: dict[int, Result] = {}
         self._updating = threading.Lock()  # guards `_updates`, which two threads change
 
@@ -122,6 +138,16 @@ class EngineWorker(Generic[Request, Result]):
         self._outbox.put(None)
         sender.join(EXIT_GRACE_S)
 
+    def send_ahead(self, request_id: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Has tensors sent by now that the request's result will hold, as these very objects; nobody may change them.
+
+        For the loop's thread. The result is the same without it, and comes later.
+        """
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._outbox.put(Ahead(number, self._tensors_ahead, list(tensors)))
+            self._tensors_ahead += len(tensors)
+
     def _read(self) -> None:
         try:
             while True:
@@ -140,6 +166,7 @@ class EngineWorker(Generic[Request, Result]):
         match operation:
             case Add():
                 listener = self._listener(operation.id) if operation.stream else None
+                self._numbers.setdefault(operation.request_id, operation.id)
                 try:
                     request = self._read_request(operation.request)
                     answer: Future[Any] = loop.submit(operation.request_id, request, listener)
@@ -152,8 +179,13 @@ class EngineWorker(Generic[Request, Result]):
                 answer = loop.call(operation.name, operation.arguments)
         if isinstance(operation, Add):
             self._added[operation.id] = answer
-            answer.add_done_callback(lambda done: self._added.pop(operation.id, None))
+            answer.add_done_callback(lambda done: self._forget(operation))
         answer.add_done_callback(lambda done: self._outbox.put((operation, done)))
+
+    def _forget(self, operation: Add) -> None:
+        self._added.pop(operation.id, None)
+        if self._numbers.get(operation.request_id) == operation.id:  # not that of another one of the same request id
+            del self._numbers[operation.request_id]
 
     def _abort(self, loop: StepLoop[Request, Result], operation: Abort) -> Future[Any]:
         if operation.added is None:
@@ -180,16 +212,21 @@ class EngineWorker(Generic[Request, Result]):
     def _send(self, loop: StepLoop[Request, Result]) -> None:
         try:
             while (item := self._outbox.get()) is not None:
-                if isinstance(item, int):
-                    self._send_update(item)
-                    continue
-                operation, answer = item
-                self._send_reply(operation.id, self._reply(operation, answer))
-                del item, answer  # or this frame would keep the result of the last request until the next one
+                self._send_item(item)
+                del item  # or this frame would keep the result of the last request until the next one
         except OSError as error:
             logger.info("a reply found no reader: %s", error)
         finally:
             loop.stop()  # an engine that can't answer is of no use, whatever the reason
+
+    def _send_item(self, item: Outgoing) -> None:
+        if isinstance(item, int):
+            self._send_update(item)
+        elif isinstance(item, Ahead):
+            self._send_tensors(item)
+        else:
+            operation, answer = item
+            self._send_reply(operation.id, self._reply(operation, answer))
 
     def _send_update(self, number: int) -> None:
         with self._updating:
@@ -199,9 +236,17 @@ class EngineWorker(Generic[Request, Result]):
         except WireError as error:  # the request goes on, and its reply will say the same if it is so then
             logger.warning("an update can't be sent: %s", error)
 
+    def _send_tensors(self, ahead: Ahead) -> None:
+        try:
+            send_message(self._connection, ahead)
+        except WireError as error:  # the reply will say the same
+            logger.warning("tensors can't be sent ahead of their reply: %s", error)
+            return
+        self._sent_ahead.setdefault(ahead.id, {}).update(ahead.numbered())
+
     def _send_reply(self, number: int, reply: Reply) -> None:
         try:
-            send_message(self._connection, reply)
+            send_message(self._connection, reply, earlier=self._sent_ahead.pop(number, None))
         except WireError as error:
             fault = EngineFaultError(f"the reply can't be sent: {error}", hint="Ask for less at once.")
             send_message(self._connection, Reply(number, error=fault.to_message()))

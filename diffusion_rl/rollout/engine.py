@@ -103,7 +103,11 @@ class RolloutEngine:
         exactness: Exactness | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Is idle afterwards. Certifies the family on its device (see `certification`) unless that was done."""
+        """Is idle afterwards. Certifies the family on its device (see `certification`) unless that was done.
+
+        `on_sample` may be set to hear of each sample that is done, with its request's id, before its request is. What
+        is known only at the request's end is missing; its tensors are those of the result.
+        """
         self.family = family
         family.runner = eager  # whatever another engine chose for it
         self.config = config or EngineConfig()
@@ -120,6 +124,7 @@ class RolloutEngine:
         self._steps = StepsInFlight()
         self._departures = Departures()
         self._copies = HostCopies(family.device)
+        self.on_sample: Callable[[str, RolloutSample], None] = lambda request_id, sample: None
         self._held = False
         self._counts: Counter[str] = Counter()
         self._arrivals = 0
@@ -414,6 +419,7 @@ class RolloutEngine:
         began, ended, count = departure.decoding
         request.decode_s += ended.seconds_since(began) / count
         request.results[departure.sample.members[0]] = departure.result
+        self.on_sample(request.request_id, departure.result)
         self._queue.samples.remove(departure.sample)
         self._counts["samples_finished"] += 1
 

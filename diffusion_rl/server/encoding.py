@@ -90,6 +90,11 @@ class EncodedBody:
     def content_length(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def costs_work(self) -> bool:
+        """Whether chunks are computed, not only cut off."""
+        return any(isinstance(part, Base64) for part in self.parts)
+
     def chunks(self) -> Iterator[bytes | memoryview]:
         """The body's bytes, at most `CHUNK_BYTES` at a time. Small pieces travel together: a chunk costs the server a
         thread's turn and a write, whatever its size."""

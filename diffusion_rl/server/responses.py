@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 from prometheus_client import Gauge
+from starlette.concurrency import iterate_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -36,14 +40,15 @@ class RepliesInFlight:
 
 
 class BodyResponse(StreamingResponse):
-    """Sends the body chunk by chunk, with its exact length; the chunks are made in a worker thread, not on the event
-    loop, and no faster than the client takes them. Meanwhile the body is one of `replies`."""
+    """Sends the body chunk by chunk, with its exact length, and no faster than the client takes them. Chunks that cost
+    work are made in a worker thread, not on the event loop. Meanwhile the body is one of `replies`."""
 
     def __init__(self, body: EncodedBody, replies: RepliesInFlight) -> None:
         self._length = body.content_length
         self._replies = replies
         headers = {"content-length": str(self._length), "vary": "Accept"}
-        super().__init__(body.chunks(), media_type=body.content_type, headers=headers)
+        chunks = iterate_in_threadpool(body.chunks()) if body.costs_work else _views(body)
+        super().__init__(chunks, media_type=body.content_type, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._replies.add(self._length)
@@ -51,3 +56,10 @@ class BodyResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._replies.add(-self._length)
+
+
+async def _views(body: EncodedBody) -> AsyncIterator[bytes | memoryview]:
+    """The chunks of a body that is all memory by now; between two of them others have their turn."""
+    for chunk in body.chunks():
+        yield chunk
+        await asyncio.sleep(0)

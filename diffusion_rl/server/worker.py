@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 import msgspec
+import torch
 
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.params import RolloutParams, params_from_mapping
@@ -28,19 +29,31 @@ def main() -> None:
     worker: EngineWorker[RolloutParams, list[RolloutSample]] = EngineWorker(
         connection, read_request=params_from_mapping, write_result=lambda samples: samples
     )
-    worker.run(lambda: _build(config))
+    worker.run(lambda: _build(config, worker))
 
 
-def _build(config: EngineConfig) -> tuple[StepLoop[RolloutParams, list[RolloutSample]], Mapping[str, object]]:
+def _build(
+    config: EngineConfig, worker: EngineWorker[RolloutParams, list[RolloutSample]]
+) -> tuple[StepLoop[RolloutParams, list[RolloutSample]], Mapping[str, object]]:
     from diffusion_rl.rollout.engine import build_engine  # seconds of imports, while the socket is already watched
 
     engine = build_engine(config, on_death=_end)
+    engine.on_sample = lambda request_id, sample: worker.send_ahead(request_id, large_tensors(sample))
     loop = StepLoop(engine)
     control = engine.controlled_by(loop)
     loop.register("describe", lambda arguments: {**engine.describe(), "control": control.state.describe()})
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection walks it again, in the middle of a step or a refit
     return loop, engine.describe()
+
+
+def large_tensors(sample: RolloutSample) -> list[torch.Tensor]:
+    """The sample's own tensors of the size of a picture or of states."""
+    debug, trajectory = sample.rollout_debug_tensors, sample.dit_trajectory
+    found = [sample.generated_output, sample.generated_latents, trajectory and trajectory.latents]
+    if debug is not None:
+        found += [debug.rollout_variance_noises, debug.rollout_prev_sample_means, debug.rollout_model_outputs]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _end(error: EngineDiedError) -> None:
