@@ -11,7 +11,15 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from equality import assert_same_bits
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
+from tiny_models import (
+    flux_pipeline,
+    qwen_image_pipeline,
+    rollout_pipeline,
+    save,
+    sd3_pipeline,
+    wan_pipeline,
+    z_image_pipeline,
+)
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models import families, family_for, load_family
@@ -38,7 +46,7 @@ class Case:
     stepping_alike: Callable[[Any], Any] = lambda stock: stock
 
     def pipeline(self, dtype: torch.dtype = torch.float32) -> RolloutPipeline:
-        return RolloutPipeline(self.build(dtype))
+        return rollout_pipeline(self.build(dtype))
 
     @property
     def small(self) -> dict[str, Any]:

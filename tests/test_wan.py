@@ -17,7 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, 
 from equality import assert_same_bits
 from PIL import Image
 from test_families import EulerOnUniPCsGrid
-from tiny_models import save, sd3_pipeline, wan_pipeline
+from tiny_models import rollout_pipeline, save, sd3_pipeline, wan_pipeline
 from typer.testing import CliRunner
 
 from diffusion_rl import RolloutPipeline
@@ -76,7 +76,7 @@ def test_the_timestep_says_which_transformer_computes_a_step_and_how_it_is_guide
     stock = copy.deepcopy(wan_pipeline(boundary=BOUNDARY))
     with torch.no_grad():
         stock.transformer_2.proj_out.weight.mul_(1.1)
-    other = RolloutPipeline(stock)("a cat", seed=3, **FULL)[0]
+    other = rollout_pipeline(stock)("a cat", seed=3, **FULL)[0]
     same = [torch.equal(a, b) for a, b in zip(outputs(group[0]), outputs(other), strict=True)]
     assert same == [True, True, False, False]
 
@@ -117,7 +117,7 @@ def test_a_replay_takes_the_transformer_of_the_step_and_has_a_ratio_of_exactly_1
         pipeline.replay(group, transformer=policies[FIRST])
     with pytest.raises(InvalidRequestError, match="the step is one of transformer_2, which was not given"):
         pipeline.replay(group, transformer={FIRST: policies[FIRST]})
-    one_step = RolloutPipeline(wan_pipeline(boundary=0.95))("a cat", seed=3, **FULL)
+    one_step = rollout_pipeline(wan_pipeline(boundary=0.95))("a cat", seed=3, **FULL)
     with pytest.raises(InvalidRequestError, match=r"must agree in .*transformer"):
         replay_step(pipeline.engine.family, [group[0], one_step[0]], 1)
 
@@ -142,7 +142,7 @@ def test_a_trainers_own_call_of_the_second_transformer_has_the_rollouts_bits(
 
 
 def test_a_timestep_a_token_has_the_bits_of_one_a_sample() -> None:
-    pipeline = RolloutPipeline(wan_pipeline(expand_timesteps=True))
+    pipeline = rollout_pipeline(wan_pipeline(expand_timesteps=True))
     ours = pipeline("a cat", seed=3, rollout=False, **SMALL, output_type="latent")[0]
     own = pipeline.engine.family.pipeline
     scheduler = EulerOnUniPCsGrid()
@@ -225,7 +225,7 @@ def test_what_the_model_can_not_do_is_refused_with_the_way_out(
 ) -> None:
     config = EngineConfig(deterministic="off", limits=Limits(max_latent_elements=2**18))
     with pytest.raises(error, match=message):
-        RolloutPipeline(wan_pipeline(), config=config)(**{"prompt": "x", "seed": 1, **SMALL, **fields})
+        rollout_pipeline(wan_pipeline(), config=config)(**{"prompt": "x", "seed": 1, **SMALL, **fields})
 
 
 def test_a_checkpoint_that_could_not_be_rolled_out_as_its_pipeline_does_is_refused() -> None:
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_could_not_be_rolled_out_as_its_pipeline_does_is_refus
 
 
 def test_both_transformers_are_refitted_in_one_session_or_neither() -> None:
-    pipeline = RolloutPipeline(copy.deepcopy(wan_pipeline(boundary=BOUNDARY)))
+    pipeline = rollout_pipeline(copy.deepcopy(wan_pipeline(boundary=BOUNDARY)))
     before = pipeline("a cat", seed=3, **FULL)[0]
     new = {name: {k: t * 1.02 for k, t in m.state_dict().items()} for name, m in pipeline.transformers.items()}
     pipeline.begin_weight_update()
@@ -257,7 +257,7 @@ def test_both_transformers_are_refitted_in_one_session_or_neither() -> None:
     fresh.transformer.load_state_dict(new[FIRST])
     fresh.transformer_2.load_state_dict(new[SECOND])
     after = pipeline("a cat", seed=3, **FULL)[0]
-    assert_same_bits(after, RolloutPipeline(fresh)("a cat", seed=3, **FULL)[0])
+    assert_same_bits(after, rollout_pipeline(fresh)("a cat", seed=3, **FULL)[0])
     assert set(after.weight_versions) == {"both"}
     assert not torch.equal(outputs(after)[0], outputs(before)[0])
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import string
+import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -45,6 +47,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from diffusion_rl import RolloutPipeline
 from diffusion_rl.models.base import DEFAULTS_FILE
 
 
@@ -384,6 +387,22 @@ SMALL_DEFAULTS: dict[type[DiffusionPipeline], dict[str, int]] = {
     FluxPipeline: {"height": 64, "width": 64, "max_sequence_length": 77},
     WanPipeline: {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 77},
 }
+
+
+@cache
+def small_defaults(pipeline_class: type[DiffusionPipeline]) -> tempfile.TemporaryDirectory[str] | None:
+    """A folder that says small defaults to `RolloutPipeline(pipeline, defaults_folder=...)`."""
+    if pipeline_class not in SMALL_DEFAULTS:
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="defaults-")
+    (Path(folder.name) / DEFAULTS_FILE).write_text(json.dumps(SMALL_DEFAULTS[pipeline_class]))
+    return folder
+
+
+def rollout_pipeline(pipeline: DiffusionPipeline, **options: Any) -> RolloutPipeline:
+    """As loaded from its folder (see `save`)."""
+    folder = small_defaults(type(pipeline))
+    return RolloutPipeline(pipeline, defaults_folder=None if folder is None else Path(folder.name), **options)
 
 
 def save(pipeline: DiffusionPipeline, folder: Path) -> Path:
