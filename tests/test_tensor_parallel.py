@@ -381,6 +381,30 @@ def test_a_layer_that_takes_two_layers_outputs_is_split_by_both_and_refitted_in_
     assert answers[0][2][:, 128 : 128 + 256].all()  # and of 512 from the feed-forward
 
 
+def test_a_norm_over_a_width_that_is_split_has_the_gradients_of_one_device(tmp_path: Path) -> None:
+    pipeline = wan_pipeline(layers=1)
+    whole = family_for(copy.deepcopy(pipeline))
+    whole.defaults = replace(whole.defaults, height=64, width=64)
+    batch = part_of(probe_batches(whole)[0], 0, 2)
+
+    def gradients(family: ModelFamily, arrangement: Arrangement | None = None) -> Weights:
+        family.predict(batch, arrangement=arrangement).square().sum().backward()  # type: ignore[no-untyped-call]
+        named: Any = family.transformer.named_parameters()
+        return {n: p.grad for n, p in named if p.grad is not None}
+
+    expected = gradients(whole)
+    answers = on_ranks(pipeline, Layout(1, 1, 2), tmp_path, lambda rank: gradients(rank.family, rank.arrangement))
+    for part, grads in enumerate(answers):
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            mine: Any = grad
+            wanted = expected[name]
+            if hasattr(mine, "placements") and mine.placements[0].is_shard():
+                wanted, mine = wanted.chunk(2, dim=mine.placements[0].dim)[part], mine.to_local()
+            mine = mine.to_local() if hasattr(mine, "to_local") else mine
+            assert torch.allclose(mine, wanted, atol=1e-4 * float(wanted.abs().max())), name
+
+
 def test_ranks_of_a_trainer_replay_with_a_ratio_of_exactly_1_and_have_the_gradients_of_one_device(
     two: RolloutPipeline, alone: RolloutPipeline, tmp_path: Path
 ) -> None:
