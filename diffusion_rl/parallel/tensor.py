@@ -209,7 +209,7 @@ def refuse_other_degree(ranks: TensorParallel | None, transformer: torch.nn.Modu
         )
 
 
-def refuse_shared_weights(ranks: TensorParallel | None, transformer: torch.nn.Module | None) -> None:
+def refuse_shared_weights(ranks: TensorParallel | None, transformer: object) -> None:
     """Refuses a replay by an engine's rank 0 alone with its own transformer, of which it holds a part.
 
     Raises:
