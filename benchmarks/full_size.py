@@ -37,6 +37,7 @@ from diffusion_rl.models.runner import Runner
 from diffusion_rl.models.stable_diffusion3 import StableDiffusion3Family
 from diffusion_rl.models.wan import WanFamily
 from diffusion_rl.models.z_image import ZImageFamily
+from diffusion_rl.parallel.layout import check_heads, layout_of
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.sample import RolloutSample
@@ -47,8 +48,14 @@ T5_TOKENS = 512  # to which the pipelines of FLUX.1 and Wan pad every prompt
 
 
 def load(config: EngineConfig, device: str) -> ModelFamily:
-    """The shape that `config.model_path` names, on that device: a loader for `start_ranks`. Ranks get equal weights."""
-    return SHAPES[config.model_path](device)
+    """The shape that `config.model_path` names, on that device: a loader for `start_ranks`. Ranks get equal weights.
+
+    Raises:
+        InvalidRequestError: its heads don't fit the layout.
+    """
+    family = SHAPES[config.model_path](device)
+    check_heads(family.attention_heads, layout_of(config.parallel))
+    return family
 
 
 def sd35_medium(

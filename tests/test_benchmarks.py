@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks import (
     bench_collecting,
     bench_encoding,
     bench_exactness_cost,
+    bench_gpu_ranks,
     bench_http_rollout,
     bench_kernels,
     bench_llm,
@@ -107,6 +109,27 @@ def test_a_benchmark_whose_samples_differ_says_so_and_fails(
     options = ["--requests", "2", "--groups", "2,2", "--steps", "2", "--no-http", "--repeats", "1"]
     assert bench_step_batching.main([*options, "--out", str(tmp_path / "report.json")]) == 1
     assert "NOT THE SAME: the plain loop's pictures" in capsys.readouterr().out
+
+
+def test_ranks_are_compared_at_full_size_and_a_layout_that_fails_leaves_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--cases tiny-sd3:64x32:1 --layouts sp3,sp2 --steps 1 --repeats 1 --link-mib 0 --device cpu"
+    assert bench_gpu_ranks.main([*options.split(), "--out", str(tmp_path / "report.json")]) == 1
+    alone, failed, ranks = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert "2 attention heads can't be shared by 3 ranks" in failed["error"]
+    assert ranks["case"] == "tiny-sd3 64x32, 1 samples: sp2"
+    assert ranks["compared_elements"] == alone["compared_elements"] > 0
+    assert ranks["differing_elements"] == 0
+    assert ranks["efficiency"] == pytest.approx(ranks["one_device_over_this"] / 2, rel=1e-4)
+    assert [rank["tokens"] for rank in ranks["work_of_ranks"]] == [ranks["work_of_ranks"][0]["tokens"]] * 2
+    assert "WRONG: tiny-sd3: sp3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["sd3.5-medium", "unknown:512", "wan-1.3b:480x832x33x2", "wan-1.3b:480:"])
+def test_a_case_that_says_too_little_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="SHAPE:SIZE"):
+        bench_gpu_ranks.case(text)
 
 
 def test_a_checkpoint_is_made_and_served_and_its_replies_are_taken_apart(tmp_path: Path) -> None:
@@ -213,6 +236,7 @@ def test_a_benchmark_that_needs_a_gpu_says_so(main: Callable[[Sequence[str]], in
         ("Memcpy DtoH (Device -> Pageable)", "host_copy"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", "convolution"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "collective"),
         ("something_new", "other"),
     ],
 )
