@@ -19,8 +19,10 @@ from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.graphs import CudaGraphs
+from diffusion_rl.params import RolloutParams
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise, random_words
 from diffusion_rl.schedulers import step_kinds
+from diffusion_rl.transfer import HostCopies
 from rl_kernels import exact_mode, linear, row_sum
 from rl_kernels.settings import PROCESS_SETTINGS
 
@@ -178,6 +180,41 @@ def test_weights_that_are_written_in_place_are_read_by_the_next_replay() -> None
     assert runner.replayed > replayed
     assert_same_bits(after, fresh("cat", seed=1, **FULL)[0])
     assert not torch.equal(after.generated_latents, before.generated_latents)
+
+
+@pytest.mark.parametrize("build", [sd3_pipeline, qwen_image_pipeline])
+def test_nobody_waits_for_the_device_inside_a_step(build: Any) -> None:
+    pipeline = RolloutPipeline(build(torch.bfloat16).to("cuda"))
+    fields = {**FULL, "negative_prompt": "blurry", "true_cfg_scale": 4.0, "seed": 3, "num_outputs_per_prompt": 2}
+    expected = pipeline("cat", **fields)  # with what is done once: graphs, constants, autotuning
+    pipeline("cat", **fields)
+    engine = pipeline.engine
+    engine.add_request("one", RolloutParams("cat", **fields))
+    engine.step()  # encodes the prompt, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            assert not engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    result = None
+    while engine.has_unfinished_requests():
+        for finished in engine.step():
+            result = finished.result
+    assert result is not None
+    for one, other in zip(result, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_a_copy_holds_what_was_there_when_it_was_begun() -> None:
+    device = torch.device("cuda")
+    copies, made = HostCopies(device), []
+    for value in range(50):
+        source = torch.full((1 << 20,), float(value), device=device)
+        made.append(copies.copy(source))
+        del source  # its memory is free for the next one, which must not overtake the copy
+    copies.landing().wait()
+    assert all(copy.is_pinned() and (copy == value).all() for value, copy in enumerate(made))
 
 
 def test_a_forward_too_large_to_gain_by_it_is_never_captured() -> None:

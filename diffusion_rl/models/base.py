@@ -30,6 +30,7 @@ from diffusion_rl.parallel.tensor import TensorParallel, TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
+from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan, exact_forward
 from rl_kernels.certify import Certificate
@@ -373,7 +374,7 @@ class ModelFamily(ABC):
 
 def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
     embedded = [c.embedded_guidance for c in batch.conditioning if c.embedded_guidance is not None]
-    guidance = torch.tensor(embedded, dtype=torch.float32, device=batch.latents.device) if embedded else None
+    guidance = to_device(torch.tensor(embedded, dtype=torch.float32), batch.latents.device) if embedded else None
     size = batch.height, batch.width
     return Rows(batch.latents, batch.timesteps, tuple(prompts), *size, guidance, batch.num_frames)
 

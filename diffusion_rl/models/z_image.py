@@ -16,6 +16,7 @@ from diffusion_rl.parallel.sequence import IMAGE, TEXT, SequenceSpec, Stage, Tok
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue
+from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan
 
@@ -159,7 +160,7 @@ class ZImageFamily(ModelFamily):
     def combine(
         self, negative: torch.Tensor, positive: torch.Tensor, conditioning: Sequence[Conditioning]
     ) -> torch.Tensor:
-        scales = guidance_scales(conditioning).to(positive.device).reshape((-1,) + (1,) * (positive.dim() - 1))
+        scales = to_device(guidance_scales(conditioning), positive.device).reshape((-1,) + (1,) * (positive.dim() - 1))
         guided = positive + scales * (positive - negative)
         if not any(c.cfg_normalization for c in conditioning):
             return guided
