@@ -428,6 +428,37 @@ def test_tied_weights_may_come_under_either_name_and_under_both_only_if_they_agr
     assert torch.equal(module.embed.weight, new)
 
 
+class Odd(torch.nn.Module):
+    """One layer under two names, one without a bias, a buffer that is saved, and one that isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.BatchNorm1d(3))
+        self.second = self.first
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_target_holds_what_the_modules_state_dict_says(hooked: bool) -> None:
+    module = Odd()
+
+    def drop(module: torch.nn.Module, state: dict[str, torch.Tensor], *others: object) -> None:
+        del state["kept"]
+
+    if hooked:
+        module.register_state_dict_post_hook(drop)
+    target = ModuleTarget({"model": module})
+    said = module.state_dict()
+    assert ("kept" in said) is not hooked
+    target.begin(["model"])
+    held = target.checkpoint_tensors("model")
+    assert [(n, t.data_ptr()) for n, t in held.items()] == [(n, t.data_ptr()) for n, t in said.items()]
+    assert not any(t.requires_grad for t in held.values())
+    assert target.tied("model", "second.0.weight") == "first.0.weight"
+    assert target.tied("model", "first.0.weight") == "first.0.weight"
+
+
 class BadTarget(ModuleTarget):
     """An engine whose kernels' layout can't be made again."""
 
