@@ -58,14 +58,14 @@ LIMIT = (
 class Rig:
     """One engine without requests, its control layer, and a sender in another process."""
 
-    def __init__(self, shape: str, device: str, folder: Path) -> None:
+    def __init__(self, shape: str, device: str, folder: Path, *, half_bytes: int) -> None:
         self.family: ModelFamily = SHAPES[shape](device) if shape in SHAPES else load_family(shape, device=device)
         control = ControlConfig(enable_memory_saver=True)
         config = EngineConfig(shape, device=device, deterministic="off", cuda_graphs=False, control=control)
         self.engine = RolloutEngine(self.family, config)
         self.loop = StepLoop(self.engine)
         self.engine.controlled_by(self.loop)
-        self.device, self.folder = torch.device(device), folder
+        self.device, self.folder, self._half_bytes = torch.device(device), folder, half_bytes
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what loading left there; the sender needs room
         weights = self.family.transformer.state_dict()
@@ -110,7 +110,7 @@ class Rig:
         yield "ipc", self.ask("handles")
 
     def packed(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        info = self.ask("pack", half_bytes=1 << 30)["info"]
+        info = self.ask("pack", half_bytes=self._half_bytes)["info"]
         while info is not None:
             yield "ipc", info
             info = self.ask("next")["info"]
@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", help=f"of {', '.join(SHAPES)}, or a model; by default the embedded model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arms", default="flat,flat_torch,handles,packed,direct,disk,wake", help="which to time")
+    parser.add_argument("--half-bytes", type=int, default=1 << 30, help="of each half of the double buffer")
     arguments = parser.parse_args(argv)
     report = measure.Report(
         "refit",
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     report.results.append({"case": "host", **host_time(torch.device(device), arguments.repeats)})
     print(report.results[-1], flush=True)
     for shape in (arguments.shapes or "embedded").split(","):
-        with rig(shape, device) as found:
+        with rig(shape, device, half_bytes=arguments.half_bytes) as found:
             for arm in arguments.arms.split(","):
                 if arm in ("handles", "flat_torch") and found.device.type != "cuda":
                     continue
@@ -164,9 +165,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def rig(shape: str, device: str) -> Iterator[Rig]:
+def rig(shape: str, device: str, *, half_bytes: int) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Rig(shape, device, Path(folder))
+        made = Rig(shape, device, Path(folder), half_bytes=half_bytes)
         try:
             yield made
         finally:
