@@ -730,7 +730,8 @@ def test_a_sender_that_says_the_same_again_is_read_again_and_another_place_is_no
     receiver, weights = transport("ipc"), torch.arange(8.0)
     buffer = HostBuffer(1024)
     entry = {"module": None, "name": "w", "dtype": "float32", "shape": [8], "offset": 0}
-    for value, offset in ((1.0, 0), (2.0, 0), (3.0, 512), (4.0, 2), (5.0, 2)):  # 2 is not aligned, so it is a copy
+    places = [(1.0, 0), (2.0, 0), (3.0, 512), (4.0, 0), (5.0, 512), (6.0, 2), (7.0, 2)]  # 2 is not aligned: a copy
+    for value, offset in places:
         buffer.bytes[offset : offset + 32] = (weights * value).view(torch.uint8)
         info = {"buffer": buffer.handle, "tensors": [{**entry, "offset": offset}]}
         assert_same(receiver.receive(json.loads(json.dumps(info))), {"w": weights * value})
