@@ -108,6 +108,12 @@ class Budget:
         return time.monotonic() + seconds < self._end
 
 
+def now() -> float:
+    """The clock's seconds, when the device has done all it was told."""
+    synchronise()
+    return time.perf_counter()
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Wall-clock seconds of one call, the device's work included."""
     began = time.perf_counter()

@@ -22,6 +22,7 @@ from benchmarks import (
     bench_memory,
     bench_memory_saver,
     bench_prefix_sharing,
+    bench_rank_refit,
     bench_ranks,
     bench_ratio_deviation,
     bench_refit,
@@ -36,6 +37,7 @@ from benchmarks import (
 from benchmarks.full_size import SHAPES, asked, run
 from benchmarks.measure import Budget, Series, alternate, quartiles, ratio
 from benchmarks.plain_diffusers import PlainRollout, plain_rollout, roll_out
+from benchmarks.rank_refit_sender import bucketed
 from benchmarks.rollout_subject import NOISE_LEVEL, Subject
 from diffusion_rl.assets import embedded_model_path
 from diffusion_rl.config import EngineConfig
@@ -77,7 +79,7 @@ SMALLEST = {
         "--cases safetensors --group 2 --steps 2 --early 2 --late 4 --flat-group 1 --flat-steps 1",
     ),
 }
-NEED_A_GPU = {"gpu_exactness", "gpu_ranks", "http_rollout", "kernels"}
+NEED_A_GPU = {"gpu_exactness", "gpu_ranks", "http_rollout", "kernels", "rank_refit", "train_loop"}
 needs_embedded_model = pytest.mark.skipif(not embedded_model_path().is_dir(), reason="the embedded model is not here")
 
 
@@ -130,6 +132,24 @@ def test_ranks_are_compared_at_full_size_and_a_layout_that_fails_leaves_its_erro
 def test_a_case_that_says_too_little_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="SHAPE:SIZE"):
         bench_gpu_ranks.case(text)
+
+
+def test_several_trainers_refit_an_engine_of_ranks_and_an_arm_that_fails_leaves_its_error(tmp_path: Path) -> None:
+    options = "--shapes unknown,tiny-sd3 --layout sp1 --trainers 2 --bucket-mib 4 --device cpu --arms broadcast,sleep"
+    assert bench_rank_refit.main([*options.split(), "--repeats", "1", "--out", str(tmp_path / "report.json")]) == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    link, unknown, refit, *slept = report["results"]
+    assert "unknown" in unknown["error"]
+    assert refit["buckets"] >= 4
+    assert refit["of_link"] == pytest.approx(refit["bytes_per_s"] / link["broadcast_bytes_per_s"], rel=1e-4)
+    assert refit["total_ms"] >= refit["applied_ms"] > 0
+    assert [row["bytes"] for row in slept] == [refit["bytes"]] * 2
+
+
+def test_buckets_hold_every_tensor_in_order_and_no_more_than_they_may() -> None:
+    named = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (3, 3, 9, 1, 4, 2)]
+    buckets = bucketed(named, 6)
+    assert [[name for name, _ in bucket] for bucket in buckets] == [["3", "3"], ["9"], ["1", "4"], ["2"]]
 
 
 def test_a_checkpoint_is_made_and_served_and_its_replies_are_taken_apart(tmp_path: Path) -> None:
