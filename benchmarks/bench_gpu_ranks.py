@@ -19,6 +19,7 @@ import gc
 import re
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,10 +137,12 @@ def conclusion(report: measure.Report) -> int:
 
 
 def attempted(work: Any) -> dict[str, Any]:
-    """What the work returns, or the error that it ended with: the others' results are worth having without it."""
+    """What the work returns, or the error that it ended with (its traceback goes to standard error): the others'
+    results are worth having without it."""
     try:
         return work() or {}
     except Exception as error:
+        traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()

@@ -28,6 +28,7 @@ from benchmarks import (
     bench_refit,
     bench_rollout,
     bench_step_batching,
+    bench_train_loop,
     make_checkpoint,
     profile_llm,
     profile_step,
@@ -144,6 +145,20 @@ def test_several_trainers_refit_an_engine_of_ranks_and_an_arm_that_fails_leaves_
     assert refit["of_link"] == pytest.approx(refit["bytes_per_s"] / link["broadcast_bytes_per_s"], rel=1e-4)
     assert refit["total_ms"] >= refit["applied_ms"] > 0
     assert [row["bytes"] for row in slept] == [refit["bytes"]] * 2
+
+
+def test_a_training_loop_has_a_trainer_and_an_engine_of_their_own(tmp_path: Path) -> None:
+    sizes = "--shape tiny-sd3 --size 64 --epochs 2 --prompts 2 --group 2 --steps 3 --lora 4 --bucket-mib 16"
+    assert bench_train_loop.main([*sizes.split(), "--device", "cpu", "--out", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    _, first, second = report["results"]
+    assert first["warmup"]["ratios"] == first["warmup"]["ratios_exactly_one"] == 2 * 2 * 2
+    assert first["warmup"]["gradient_norm"] > 0
+    assert 0 < second["largest_ratio_gap"] < 1e-2  # merged weights are rounded once more than the adapter's own sum
+    assert sum(second["seconds"][name] for name in bench_train_loop.PHASES) == pytest.approx(
+        second["seconds"]["epoch"], rel=1e-4
+    )
+    assert report["ratios"]["trainer: idle share"] == second["idle"]["trainer"]
 
 
 def test_buckets_hold_every_tensor_in_order_and_no_more_than_they_may() -> None:

@@ -14,8 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.loading import load_pipeline
+from diffusion_rl.rollout.certification import cache_of, make_exact
 from diffusion_rl.trainer import certified_family
 
 from .settings import Settings
@@ -31,8 +33,9 @@ class Policy:
     the adapter's own sum: its log-probs are close to the trainer's, and equal only while the adapter is zero.
     """
 
-    def __init__(self, settings: Settings, model: str = "embedded") -> None:
-        pipeline, defaults = load_pipeline(model)
+    def __init__(self, settings: Settings, model: str = "embedded", *, family: ModelFamily | None = None) -> None:
+        """`family`, if it is given, is certified and trained where it is, and no `model` is loaded."""
+        pipeline, defaults = load_pipeline(model) if family is None else (family.pipeline, None)
         torch.manual_seed(settings.seed)  # of the adapter's first matrices; nothing else is drawn from it
         self.lora = settings.lora > 0
         transformer = pipeline.transformer.requires_grad_(not self.lora)
@@ -41,7 +44,9 @@ class Policy:
 
             config = LoraConfig(r=settings.lora, lora_alpha=2 * settings.lora, target_modules=ADAPTED)
             transformer.add_adapter(config)
-        self.family: ModelFamily = certified_family(pipeline, defaults)
+        if family is not None:
+            make_exact(family, "on", cache=cache_of(EngineConfig()))
+        self.family: ModelFamily = certified_family(pipeline, defaults) if family is None else family
         self.transformer: torch.nn.Module = transformer
         self._frozen = None if self.lora or settings.kl == 0 else copy.deepcopy(transformer).requires_grad_(False)
         named = [(name, p) for name, p in transformer.named_parameters() if p.requires_grad]
