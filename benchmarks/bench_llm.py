@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_llm                                        # the embedded model, on this machine's device
     python -m benchmarks.bench_llm --shape qwen3-0.6b --workload nano     # random weights; for a GPU
+    python -m benchmarks.bench_llm --shape qwen3-4b --workload nano --tp-size 2  # and two GPUs beside one
 
 `batch` is `--batch` prompts of equal length with as many new tokens each, log-probs returned: one round of each arm in
 turn. transformers' own `generate` (its default cache, sampling, scores kept) does the same work, on the same threads.
@@ -16,6 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": 10_240,
+        "eos_token_id": 0,
+    },
 }
 COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -69,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=20, help="tokens of each prompt of `batch` and `single`")
     parser.add_argument("--new", type=int, default=100, help="new tokens of each")
     parser.add_argument("--requests", type=int, default=256, help="of `nano`")
+    parser.add_argument("--longest", type=int, default=1024, help="prompt and output of `nano`, from 100 tokens on")
+    parser.add_argument("--tp-size", type=int, default=1, help="`nano` on so many ranks, too, that share the weights")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args(argv)
     report = Report("llm", QUESTION, measure.settings_of(arguments))
@@ -107,10 +121,10 @@ def _batch(report: Report, folder: Path, arguments: Any) -> None:
 
 
 def _nano(report: Report, folder: Path, arguments: Any) -> None:
-    dice = random.Random(0)
-    prompts = [[dice.randint(0, 10_000) for _ in range(dice.randint(100, 1024))] for _ in range(arguments.requests)]
+    dice, most = random.Random(0), arguments.longest
+    prompts = [[dice.randint(0, 10_000) for _ in range(dice.randint(100, most))] for _ in range(arguments.requests)]
     params = [
-        {"max_new_tokens": dice.randint(100, 1024), "ignore_eos": True, "temperature": 0.6, "sampling_seed": i}
+        {"max_new_tokens": dice.randint(100, most), "ignore_eos": True, "temperature": 0.6, "sampling_seed": i}
         for i in range(arguments.requests)
     ]
     tokens = sum(int(p["max_new_tokens"]) for p in params)
@@ -120,11 +134,18 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
         "exact, log-probs": lambda: _fresh(exact).generate(prompts, params, return_logprob=True),
         "inexact, log-probs": lambda: _fresh(inexact).generate(prompts, params, return_logprob=True),
     }
-    series = measure.alternate(arms, arguments.repeats)
+    with ExitStack() as closing:  # the other ranks end with it
+        if arguments.tp_size > 1:
+            ranks = closing.enter_context(_llm(folder, arguments, room, tp_size=arguments.tp_size))
+            name = f"exact, log-probs, {arguments.tp_size} ranks"
+            arms[name] = lambda: _fresh(ranks).generate(prompts, params, return_logprob=True)
+        series = measure.alternate(arms, arguments.repeats)
     for name, taken in series.items():
         _note(report, f"nano, {name}", taken, tokens)
-    first, second = series.values()
+    first, second, *others = series.values()
     report.ratios["nano: exact / inexact, seconds"] = _paired(first, second)
+    for over_ranks in others:
+        report.ratios[f"nano: exact on 1 rank / on {arguments.tp_size}, seconds"] = _paired(first, over_ranks)
     _bound(report, exact)
     report.settings["nano_output_tokens"] = tokens
 

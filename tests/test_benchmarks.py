@@ -161,6 +161,15 @@ def test_a_training_loop_has_a_trainer_and_an_engine_of_their_own(tmp_path: Path
     assert report["ratios"]["trainer: idle share"] == second["idle"]["trainer"]
 
 
+def test_ranks_that_share_a_language_models_weights_stand_beside_one(tmp_path: Path) -> None:
+    sizes = "--shape tiny --workload nano --requests 1 --longest 100 --tp-size 2 --repeats 1 --device cpu"
+    report = report_of(bench_llm.main, sizes.split(), tmp_path / "report.json")
+    alone, _, ranks = report["results"]
+    assert (alone["output_tokens"], ranks["output_tokens"]) == (100, 100)
+    expected = pytest.approx(alone["median_s"] / ranks["median_s"], rel=1e-4)
+    assert report["ratios"]["nano: exact on 1 rank / on 2, seconds"] == expected
+
+
 def test_buckets_hold_every_tensor_in_order_and_no_more_than_they_may() -> None:
     named = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (3, 3, 9, 1, 4, 2)]
     buckets = bucketed(named, 6)
