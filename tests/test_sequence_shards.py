@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore, ProcessGroupGloo
 
-from diffusion_rl.parallel.sequence import Shards
+from diffusion_rl.parallel.sequence import IMAGE, Shards, Stage, Tokens, _HeadExchange
+from engine_control.groups import RankGroup
 
 SHARDS = st.builds(Shards, st.integers(1, 70), st.integers(1, 70), st.booleans(), st.sampled_from([1, 2, 3, 4, 8]))
 
@@ -40,3 +47,30 @@ def test_no_rank_holds_more_than_its_share(shards: Shards) -> None:
     for stream, tokens in (("image", shards.image_tokens), ("text", shards.text_tokens)):
         share = shards.share(stream)
         assert share * shards.degree >= tokens > (share - 1) * shards.degree
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("text_first", [True, False])
+@torch.no_grad()
+def test_ranks_attend_to_all_tokens_and_each_gets_its_own_back(size: int, text_first: bool) -> None:
+    shards, store = Shards(19, 5, text_first, size), HashStore()  # padding in the last shares of both streams
+    joint = Tokens(("text", "image") if text_first else ("image", "text"), dim=2)
+    image = Tokens(IMAGE.streams, dim=2)
+    made = torch.Generator().manual_seed(size)
+    whole = [torch.randn(2, 8, 24, 4, generator=made, dtype=torch.float64) for _ in range(3)]
+    pictures = [x[:, :, :19].transpose(1, 2).contiguous().transpose(1, 2) for x in whole]  # as projections leave them
+
+    def of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        group = RankGroup(ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), rank, size, through_host=False)
+        exchange = _HeadExchange(shards, group)
+        exchange.stage = Stage()
+        both = exchange._attention(*(shards.cut_streams(x, joint, rank) for x in whole))
+        alone = exchange._attention(*(shards.cut_streams(x, image, rank) for x in pictures))
+        return both, alone, group.traffic.collectives
+
+    with ThreadPoolExecutor(size) as pool:
+        both, alone, collectives = zip(*pool.map(of_rank, range(size)), strict=True)
+    for given_back, tensors, streams in ((both, whole, joint.streams), (alone, pictures, IMAGE.streams)):
+        found = shards.joined(torch.stack(given_back), streams)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(*tensors), rtol=1e-12, atol=1e-14)
+    assert set(collectives) == {4}  # one to heads and one back, for each of the two attentions
