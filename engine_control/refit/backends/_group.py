@@ -66,22 +66,41 @@ class BroadcastGroup:
             raise
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Afterwards the tensor, contiguous and on `device`, has rank 0's bytes; on a GPU for what is launched after.
+        """`begin` and `finish`.
 
         Raises:
             BroadcastError: rank 0 did not send within the time-out, or is gone.
+        """
+        self.finish(self.begin(tensor))
+
+    def begin(self, tensor: torch.Tensor) -> Any:
+        """Begins to send the tensor, contiguous and on `device`, from rank 0 to all. What it returns is for `finish`,
+        until which nobody touches the tensor. Broadcasts come in the order in which they are begun.
+
+        Raises:
+            BroadcastError: the group is broken.
         """
         options = BroadcastOptions()
         options.rootRank = 0
         flat = tensor.reshape(-1).view(torch.uint8)  # a byte is a byte to both backends, and every dtype has them
         try:
-            work = self._backend.broadcast([flat], options)
+            return self._backend.broadcast([flat], options)
+        except RuntimeError as error:
+            raise _broken(error) from error
+
+    def finish(self, work: Any) -> None:
+        """Afterwards the tensor has rank 0's bytes; on a GPU for what is launched after.
+
+        Raises:
+            BroadcastError: rank 0 did not send within the time-out, or is gone.
+        """
+        try:
             if self.meeting.backend == "nccl":
                 self._poll(work)
             else:
                 work.wait(timedelta(seconds=self.meeting.timeout_s))
         except RuntimeError as error:
-            raise BroadcastError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            raise _broken(error) from error
 
     def close(self) -> None:
         """Leaves the group, at once: NCCL's orderly shutdown would wait until all others leave it too, and those wait
@@ -101,6 +120,10 @@ class BroadcastGroup:
             polls += 1
             time.sleep(0 if polls < EAGER_POLLS else POLL_S)
         work.wait()
+
+
+def _broken(error: RuntimeError) -> BroadcastError:
+    return BroadcastError(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def listening_store(address: str, port: int, world_size: int, *, timeout_s: float) -> TCPStore:

@@ -182,27 +182,37 @@ class DistributedTransport(WeightTransport):
 
 
 class _Stream:
-    """The broadcasts of one call, one after the other."""
+    """The broadcasts of one call, one after the other. While the tensors of one are being taken, the next is coming."""
 
     def __init__(self, group: BroadcastGroup, chunks: list[list[Announced]]) -> None:
         self._group = group
-        self._chunks = iter(chunks)
+        self._arrivals = self._arrive(iter(chunks))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for chunk in self._chunks:
-            flat, start = self._next(chunk), 0
+        for chunk, flat in self._arrivals:
+            start = 0
             for tensor in chunk:
                 yield tensor.name, check_booleans(piece(flat, start, tensor.dtype, tensor.shape), name=tensor.name)
                 start += tensor.nbytes
 
     def drain(self) -> None:
-        for chunk in self._chunks:
-            self._next(chunk)
+        for _ in self._arrivals:
+            pass
 
-    def _next(self, chunk: list[Announced]) -> torch.Tensor:
+    def _arrive(self, chunks: Iterator[list[Announced]]) -> Iterator[tuple[list[Announced], torch.Tensor]]:
+        coming = self._begin(chunks)
+        while coming is not None:
+            chunk, flat, work = coming
+            self._group.finish(work)
+            coming = self._begin(chunks)
+            yield chunk, flat
+
+    def _begin(self, chunks: Iterator[list[Announced]]) -> tuple[list[Announced], torch.Tensor, Any] | None:
+        chunk = next(chunks, None)
+        if chunk is None:
+            return None
         flat = torch.empty(sum(t.nbytes for t in chunk), dtype=torch.uint8, device=self._group.device)
-        self._group.broadcast(flat)
-        return flat
+        return chunk, flat, self._group.begin(flat)
 
 
 class Sized(Protocol):
@@ -312,9 +322,15 @@ class WeightSender:
         """
         if self._group is None:
             raise BroadcastError("join the group first")
+        sending: tuple[torch.Tensor, Any] | None = None  # while the next chunk is put together
         for chunk in _chunks((t for _, t in named_tensors), self._packed_bytes, flat=load_format == FLAT):
             parts = [as_bytes(tensor).to(self._group.device) for tensor in chunk]
-            self._group.broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if sending is not None:
+                self._group.finish(sending[1])
+            sending = flat, self._group.begin(flat)
+        if sending is not None:
+            self._group.finish(sending[1])
 
     def close(self) -> None:
         """Leaves the group and stops listening."""
