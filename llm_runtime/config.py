@@ -24,7 +24,8 @@ class LLMConfig:
     tp_size: ranks (processes, one device each) that share every layer's heads and widths.
     context_length: the most tokens of prompt and output; None is what the model's config says.
     max_running_requests: sequences that are computed at the same time.
-    max_prefill_tokens: prompt tokens that one step computes at most; longer prompts are computed in chunks.
+    max_prefill_tokens: prompt tokens that one step computes at most; longer prompts are computed in chunks. None:
+        16,384 on a GPU, 4,096 on a CPU.
     page_size: tokens of one page of the KV cache, and the unit of the prefix cache.
     max_total_tokens: the KV cache's tokens. None: on a GPU what `mem_fraction_static` of its memory leaves beside the
         weights, on a CPU 65,536.
@@ -52,7 +53,7 @@ class LLMConfig:
     context_length: int | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 65_536
-    max_prefill_tokens: int = 4096
+    max_prefill_tokens: int | None = None
     page_size: int = 16
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85

@@ -96,7 +96,8 @@ def warps_for(block: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, block: int, **constants: Any) -> None:
     """Runs a kernel whose programs hold `block` elements each, on the device of its first argument, a tensor."""
     first = arguments[0]
-    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+    elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if elsewhere else nullcontext():
         kernel[grid](*arguments, **constants, num_warps=warps_for(block), **COMPILED)
 
 

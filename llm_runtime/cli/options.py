@@ -65,8 +65,14 @@ ContextLength = Annotated[int | None, _of(BATCHING, text="Most tokens of prompt 
 MaxRunning = Annotated[int, _of(BATCHING, text="Sequences computed at the same time.", least=1)]
 MaxQueued = Annotated[int, _of(BATCHING, text="Sequences that may wait.", least=1)]
 MaxPrefill = Annotated[
-    int,
-    _of(BATCHING, "--max-prefill-tokens", "--chunked-prefill-size", text="Prompt tokens of one step.", least=1),
+    int | None,
+    _of(
+        BATCHING,
+        "--max-prefill-tokens",
+        "--chunked-prefill-size",
+        text="Prompt tokens of one step; by default 16,384 on a GPU, 4,096 on a CPU.",
+        least=1,
+    ),
 ]
 PageSize = Annotated[int, _of(BATCHING, text="Tokens of one page of the KV cache.", least=1)]
 DraftModel = Annotated[

@@ -18,7 +18,7 @@ from llm_runtime.engine.decode_steps import DecodeRow
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
-from rl_kernels.certify import Certificate, Exactness, Verdict, certify, record
+from rl_kernels.certify import Certificate, Exactness, OperationClass, Recorded, Verdict, certify, record
 from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
 from rl_kernels.mode import LIBRARY
 
@@ -31,11 +31,12 @@ GRAPHED = (1, 3, 4)  # how many of them decode together, for graphs: one of thes
 TRIED = ("chosen operations",)
 
 
-def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Exactness:
+def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0, rows: int = 0) -> Exactness:
     """Certifies the model on its device and sets how the runner computes: on a GPU, by replaying graphs for up to
     `graphs_up_to` sequences, unless a replay has other bits than what was captured.
 
-    wanted: `auto` is exact where certified, `on` insists, `off` leaves the libraries as they are.
+    rows: the tokens of the largest step. wanted: `auto` is exact where certified, `on` insists, `off` leaves the
+    libraries as they are.
 
     Raises:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
@@ -44,7 +45,7 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0) -> Ex
     graphs_up_to = graphs_up_to if can_capture else 0
     if wanted == "off":
         return _inexact(runner, graphs_up_to, None)
-    certificate = certify_model(runner)
+    certificate = certify_model(runner, rows=rows)
     if certificate.exact:
         runner.choices = certificate.choices
         return Exactness(True, _with_graphs(runner, certificate, graphs_up_to))
@@ -114,12 +115,15 @@ def _last_tokens(runner: ModelRunner, count: int) -> ForwardBatch:
     return joined([_part(runner, index, length - 1, length) for index, length in enumerate(LENGTHS[:count])])
 
 
-def certify_model(runner: ModelRunner) -> Certificate:
-    """The verdicts on each operation of a forward, and on the whole. The KV cache's contents are lost."""
+def certify_model(runner: ModelRunner, *, rows: int = 0) -> Certificate:
+    """The verdicts on each operation of a forward, and on the whole. The KV cache's contents are lost. rows: on a GPU,
+    linear layers are probed up to so many."""
     before, runner.choices = runner.choices, LIBRARY
     cache, runner.cache = runner.cache, _small_cache(runner)
     try:
         recorded = record(lambda: _in_exact_mode(runner))
+        if runner.device.type == "cuda":
+            recorded = {kind: _up_to(kind, call, rows, runner) for kind, call in recorded.items()}
         certificate = certify(recorded, runner.device)
         attention = _attention(runner)
         verdicts: tuple[Verdict, ...] = (*certificate.verdicts, attention)
@@ -132,6 +136,17 @@ def certify_model(runner: ModelRunner) -> Certificate:
         return Certificate(certificate.device, verdicts, certificate.choices)
     finally:
         runner.choices, runner.cache = before, cache
+
+
+def _up_to(kind: OperationClass, call: Recorded, rows: int, runner: ModelRunner) -> Recorded:
+    """A linear layer with the rows that it is probed at: a step's, and those of halves, quarters and eighths of it.
+    Logits are computed of few rows at a time."""
+    if (
+        kind.operation != "linear"
+        or kind.shape[1] >= runner.model.config.vocab_size // runner.model.tensor_parallel.size
+    ):
+        return call
+    return replace(call, tokens=(*call.tokens, rows // 2))  # and of twice as many
 
 
 def _attention(runner: ModelRunner) -> Verdict:

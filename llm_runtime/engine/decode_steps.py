@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llm_runtime.engine.graphs import ForwardInputs, GraphPool, size_for, table_width
-from llm_runtime.engine.sampler import noise_keys_of
+from llm_runtime.engine.sampler import noise_keys_of, seed_keys
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.paged_attention import PagedPlan
 
@@ -46,7 +46,7 @@ class DecodeState:
             return torch.zeros(shape or (size,), dtype=dtype, device=device)
 
         self.size, self.width, self.page_size = size, width, page_size
-        self.input_ids, self.positions, self.seeds = (zeros(torch.int64) for _ in range(3))
+        self.input_ids, self.positions, self.seed_keys = (zeros(torch.int64) for _ in range(3))
         self.temperatures, self.greedy = torch.ones_like(zeros(torch.float32)), zeros(torch.bool)
         self.plan = PagedPlan.of([[]] * size, [1] * size, [0] * size, page_size=page_size, device=device, width=width)
         self.results = zeros(torch.float64, RESULTS, size)  # holds every token and every fp32 number
@@ -57,7 +57,7 @@ class DecodeState:
         every = [*rows, *blank]
         self.input_ids.copy_(torch.tensor([r.token for r in every]))
         self.positions.copy_(torch.tensor([r.position for r in every]))
-        self.seeds.copy_(torch.tensor([r.seed for r in every]))
+        self.seed_keys.copy_(seed_keys([r.seed for r in every]))
         self.temperatures.copy_(torch.tensor([r.temperature for r in every], dtype=torch.float32))
         self.greedy.copy_(torch.tensor([r.greedy for r in every]))
         plan = self.plan_of([r.pages for r in rows], [r.position + 1 for r in rows])
@@ -79,12 +79,12 @@ class DecodeState:
     def add_pages(self, added: Mapping[tuple[int, int], int]) -> None:
         """(row, place in its table) -> page."""
         places = [row * self.width + place for row, place in added]
-        where, pages = _staged([places, list(added.values())], self.seeds.device)
+        where, pages = _staged([places, list(added.values())], self.seed_keys.device)
         self.plan.page_table.view(-1).index_copy_(0, where, pages.to(torch.int32))
 
     def stop(self, rows: Items[int]) -> None:
         """They compute nothing from now on."""
-        (where,) = _staged([list(rows)], self.seeds.device)
+        (where,) = _staged([list(rows)], self.seed_keys.device)
         self.plan.context_lengths.index_fill_(0, where, 0)
 
 
@@ -145,7 +145,7 @@ class DecodeSteps:
             hidden = runner.hidden_states(ForwardInputs(state.input_ids, state.positions, slots, plan))
             logits = runner.model.compute_logits(hidden)
         state.positions.add_(live)
-        keys = noise_keys_of(state.seeds, state.positions)
+        keys = noise_keys_of(state.seed_keys, state.positions)
         tokens, log_probs = draw_tokens(logits, state.temperatures, keys, state.greedy)
         state.input_ids.copy_(torch.where(live, tokens, 0))
         state.plan.context_lengths.add_(live)

@@ -39,6 +39,7 @@ from llm_runtime.engine.startup import (
     make_runner,
     overlaps,
     pages_for,
+    prefill_tokens,
 )
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model, model_folder
@@ -113,8 +114,9 @@ class LLMEngine:
         self.ranks: Ranks = ranks or NoRanks()
         pages = self.ranks.agree_on_pages(pages_for(model, self.config, draft=draft))
         self.runner = make_runner(model, self.config, pages)
+        prefill = prefill_tokens(self.config, self.runner.device)
         self.exactness: Exactness = make_exact(
-            self.runner, self.config.deterministic, graphs_up_to=graphs_up_to(self.config)
+            self.runner, self.config.deterministic, graphs_up_to=graphs_up_to(self.config), rows=prefill
         )
         self.ranks.complete(exact=self.exactness.enabled)
         drafter = None if draft is None else make_drafter(draft, self.runner, self.config, exact=self.exactness.enabled)
@@ -127,7 +129,7 @@ class LLMEngine:
             self.prefixes,
             page_size=page_size,
             max_running=self.config.max_running_requests,
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            max_prefill_tokens=prefill,
             drafted=drafter is not None,
         )
         self.drafter = drafter

@@ -144,12 +144,17 @@ def restrict(log_probs: torch.Tensor, params: SamplingParams) -> None:
 
 def noise_keys(seeds: Rows[int], positions: Rows[int]) -> torch.Tensor:
     """`noise_keys_of`, on the CPU."""
-    return noise_keys_of(torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64))
+    return noise_keys_of(seed_keys(seeds), torch.tensor(positions, dtype=torch.int64))
 
 
-def noise_keys_of(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The noise's keys `[B]`: seed and position, both int64 `[B]`, mixed by splitmix64 (Steele et al., 2014)."""
-    return _mixed(_mixed(seeds) ^ positions)
+def seed_keys(seeds: Rows[int]) -> torch.Tensor:
+    """Seeds, mixed by splitmix64 (Steele et al., 2014): int64 `[B]` on the CPU."""
+    return _mixed(torch.tensor(seeds, dtype=torch.int64))
+
+
+def noise_keys_of(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The noise's keys `[B]`: a seed's key and the position, both int64 `[B]`, mixed likewise, where they are."""
+    return _mixed(seed_keys ^ positions)
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:

@@ -16,6 +16,8 @@ from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
 
 LARGEST_GRAPH = 512  # sequences; larger batches keep a GPU busy without
+PREFILL_TOKENS = {"cuda": 16_384}  # of a step; fewer leave a GPU waiting for the host, which launches every kernel
+CPU_PREFILL_TOKENS = 4096
 CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
 
 
@@ -72,7 +74,9 @@ def make_drafter(draft: CausalLM, target: ModelRunner, config: LLMConfig, *, exa
             hint="See deterministic in /server_info, or leave the draft model away.",
         )
     runner = make_runner(draft, config, target.cache.num_pages)
-    make_exact(runner, config.deterministic, graphs_up_to=graphs_up_to(config))
+    make_exact(
+        runner, config.deterministic, graphs_up_to=graphs_up_to(config), rows=prefill_tokens(config, runner.device)
+    )
     return Drafter(runner, config.speculative_num_steps)
 
 
@@ -99,6 +103,11 @@ def pages_for(model: CausalLM, config: LLMConfig, *, draft: CausalLM | None = No
             hint="Raise mem_fraction_static, or use more GPUs (tp_size).",
         )
     return pages
+
+
+def prefill_tokens(config: LLMConfig, device: torch.device) -> int:
+    """Prompt tokens that one step computes at most."""
+    return config.max_prefill_tokens or PREFILL_TOKENS.get(device.type, CPU_PREFILL_TOKENS)
 
 
 def bytes_per_page(model: CausalLM, page_size: int) -> int:

@@ -22,7 +22,7 @@ from llm_runtime.engine.batches import ForwardBatch
 from llm_runtime.engine.certification import make_exact
 from llm_runtime.engine.model_runner import ModelRunner
 from llm_runtime.engine.rank_weights import RankWeights, rank_settings
-from llm_runtime.engine.startup import make_runner, pages_for
+from llm_runtime.engine.startup import make_runner, pages_for, prefill_tokens
 from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
 from llm_runtime.parallel.ranks import Load, Prepare, Shared, meet
@@ -61,7 +61,8 @@ class Follower:
     def _prepare(self, pages: int) -> bool:
         assert self._model is not None
         runner = make_runner(self._model, self._config, pages)
-        exactness = make_exact(runner, self._config.deterministic)
+        rows = prefill_tokens(self._config, runner.device)
+        exactness = make_exact(runner, self._config.deterministic, rows=rows)
         self._control = RankControl(
             RankWeights(runner, self._config, lambda: None), rank_settings(self._config, self._rank)
         )
