@@ -4,8 +4,9 @@
 
 Each trainer's rank is a process with its share of the weights, on a GPU of its own behind the engine's (random weights,
 public configuration); every engine rank gets all of them. Each refit is a session with an undo copy, verified at its
-end by every rank against the trainers' digests. Arms: `broadcast` sends flattened buckets over a group for each trainer
-(`--trainers` says how many there are); `mapped` has every rank map one trainer's buffer on rank 0's device, `mapped
+end by every rank against the trainers' digests. Arms: `broadcast` sends flattened buckets, a call each, over a group
+for each trainer (`--trainers` says how many there are), `packed` all in one call a trainer, through buffers of a
+bucket's size; `mapped` has every rank map one trainer's buffer on rank 0's device, `mapped
 each` one on its own device; `sleep` releases and resumes all ranks' memory, with a backup and without. The link's rate
 is that of a broadcast of one large buffer to as many ranks, in the same run. What fails leaves its error in the report.
 `--device cpu` with a `tiny` shape is for trying it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ LIMIT = (
     "(`of_link`); behind it each rank writes it twice, the old one into the undo copy and the new one over it, and "
     "reads it once more to verify."
 )
+ARMS = ("broadcast", "packed", "mapped", "mapped each", "sleep")
 WAIT_S = 300.0
 
 Parts = dict[str, float]
@@ -128,14 +131,18 @@ class Engine:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; exits with 1 if a part failed."""
-    arguments = options().parse_args(argv)
+    parser = options()
+    arguments = parser.parse_args(argv)
+    unknown = set(arguments.arms.split(",")) - set(ARMS)
+    if unknown:
+        parser.error(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if arguments.device == "cuda":
         arguments.device = "cuda:0"
     report = measure.Report("rank_refit", QUESTION, measure.settings_of(arguments), limit=LIMIT)
     budget = measure.Budget(arguments.budget_s)
     ranks = layout_of(parallel_of(arguments.layout, share_device=arguments.share_device)).ranks
     link: dict[str, Any] = {}
-    if "broadcast" in arguments.arms.split(","):
+    if {"broadcast", "packed"} & set(arguments.arms.split(",")):
         link = attempted(lambda: link_of(ranks, arguments))
         noted(report, arguments, {"case": f"link, a trainer and {ranks} ranks", **link})
     for shape in arguments.shapes.split(","):
@@ -155,8 +162,8 @@ def options() -> Any:
     parser.add_argument("--shapes", default="sd3.5-medium", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--layout", default="sp2", help="of the engine, such as sp1, sp4, sp2cfg2")
     parser.add_argument("--trainers", type=measure.integers, default=[1], help="how many send, such as 1,2")
-    parser.add_argument("--arms", default="broadcast,mapped,mapped each,sleep", help="which to measure")
-    parser.add_argument("--bucket-mib", type=int, default=1024, help="of a flattened bucket")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which to measure")
+    parser.add_argument("--bucket-mib", type=int, default=1024, help="of a flattened bucket or a packed buffer")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try it")
     parser.add_argument("--share-device", action="store_true", help="all engine ranks on one GPU")
     parser.add_argument("--budget-s", type=float, default=540.0, help="no arm is begun after so many seconds")
@@ -176,10 +183,10 @@ def measure_shape(
     arms: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in arguments.arms.split(","):
         match name:
-            case "broadcast":
+            case "broadcast" | "packed":
                 for count in arguments.trainers:
-                    arms[f"broadcast, {count} to {engine.layout.ranks}"] = lambda count=count: broadcast(
-                        engine, count, arguments
+                    arms[f"{name}, {count} to {engine.layout.ranks}"] = partial(
+                        broadcast, engine, count, arguments, packed=name == "packed"
                     )
             case "mapped":
                 arms["mapped, 1 buffer"] = lambda: mapped(engine, arguments, each=False)
@@ -189,8 +196,6 @@ def measure_shape(
                 for backup in (True, False):
                     text = "with" if backup else "without"
                     arms[f"sleep and wake, {text} a backup"] = lambda backup=backup: slept(engine, arguments, backup)
-            case _:
-                raise SystemExit(f"no arm {name!r}: broadcast, mapped, mapped each, sleep")
     try:
         for name, work in arms.items():
             title = f"{shape}: {name}"
@@ -202,15 +207,15 @@ def measure_shape(
                 rate = engine.bytes / (row.get("applied_ms", row.get("resumed_ms")) / 1e3)
                 row |= {"bytes": engine.bytes, "bytes_per_s": rate}
                 report.ratios[f"{title}: ms"] = row["total_ms"]
-                if "broadcast" in name and "broadcast_bytes_per_s" in link:
+                if name.startswith(("broadcast", "packed")) and "broadcast_bytes_per_s" in link:
                     row["of_link"] = report.ratios[f"{title}: of the link"] = rate / link["broadcast_bytes_per_s"]
             noted(report, arguments, {"case": title, **row})
     finally:
         engine.close()
 
 
-def broadcast(engine: Engine, count: int, arguments: Any) -> dict[str, Any]:
-    """`count` trainers, each with its share of the weights and a group with all engine ranks; their buckets come in
+def broadcast(engine: Engine, count: int, arguments: Any, *, packed: bool) -> dict[str, Any]:
+    """`count` trainers, each with its share of the weights and a group with all engine ranks; their calls come in
     turn."""
     ranks = engine.layout.ranks
     behind = 1 if arguments.share_device else ranks  # devices of the engine, behind which the trainers' are
@@ -223,11 +228,11 @@ def broadcast(engine: Engine, count: int, arguments: Any) -> dict[str, Any]:
         whole = manifest(trainers)
         opened = []
         for index, trainer in enumerate(trainers):
-            where = {"world_size": 1 + ranks, "group": f"trainer-{index}"}
-            opened.append(trainer.ask("open", **where, bucket_bytes=arguments.bucket_mib << 20))
+            group, size = f"trainer-{index}", arguments.bucket_mib << 20
+            opened.append(trainer.ask("open", world_size=1 + ranks, group=group, bucket_bytes=size, packed=packed))
             trainer.tell("join")
             engine.call("init_weight_transfer", transport="distributed", info=opened[-1]["init"])
-            groups.append(where["group"])
+            groups.append(group)
             trainer.answer()
 
         def updates() -> None:
@@ -239,7 +244,7 @@ def broadcast(engine: Engine, count: int, arguments: Any) -> dict[str, Any]:
                         trainer.answer()
 
         row = rounds(lambda: engine.session(updates, whole), arguments.repeats)
-        return {**row, "buckets": sum(len(one["buckets"]) for one in opened)}
+        return {**row, "calls": sum(len(one["buckets"]) for one in opened)}
     finally:
         for group in groups:
             engine.call("shutdown_weight_transfer", transport="distributed", info={"group_name": group})

@@ -39,6 +39,7 @@ class Trainer:
         self.weights = made(names, self.buffer.bytes, self.device)
         self.sender: WeightSender | None = None
         self.buckets: list[Named] = []
+        self.form: str | None = None
 
     def manifest(self) -> dict[str, Any]:
         return {"manifest": manifest_of(("transformer", name, tensor) for name, tensor in self.weights.items())}
@@ -47,13 +48,22 @@ class Trainer:
         """What an engine has to be told to read the weights where they lie."""
         return {"buffer": self.buffer.handle, "tensors": places(self.weights, self.buffer.bytes)}
 
-    def open(self, *, world_size: int, group: str, bucket_bytes: int) -> dict[str, Any]:
-        """What the engine has to be told to join, and for each bucket what it holds."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        device = self.device if backend == "nccl" else None
-        self.sender = WeightSender(LOOPBACK, world_size=world_size, group_name=group, backend=backend, device=device)
-        self.buckets = bucketed(list(self.weights.items()), bucket_bytes)
-        announced = [self.sender.announce(bucket, load_format=FLAT) for bucket in self.buckets]
+    def open(self, *, world_size: int, group: str, bucket_bytes: int, packed: bool) -> dict[str, Any]:
+        """What the engine has to be told to join, and for each call what it holds: a flattened bucket, or, `packed`,
+        all weights in one call with buffers of that size."""
+        nccl = self.device.type == "cuda"
+        self.sender = WeightSender(
+            LOOPBACK,
+            world_size=world_size,
+            group_name=group,
+            backend="nccl" if nccl else "gloo",
+            device=self.device if nccl else None,
+            packed_bytes=bucket_bytes if packed else None,
+        )
+        self.form = None if packed else FLAT
+        named = list(self.weights.items())
+        self.buckets = [named] if packed else bucketed(named, bucket_bytes)
+        announced = [self.sender.announce(bucket, load_format=self.form) for bucket in self.buckets]
         return {"init": self.sender.init_info(rank_offset=1), "buckets": announced}
 
     def join(self) -> dict[str, Any]:
@@ -64,7 +74,7 @@ class Trainer:
     def send(self, *, bucket: int) -> dict[str, Any]:
         assert self.sender is not None
         began = measure.now()
-        self.sender.send(self.buckets[bucket], load_format=FLAT)
+        self.sender.send(self.buckets[bucket], load_format=self.form)
         return {"seconds": measure.now() - began}
 
     def leave(self) -> dict[str, Any]:
