@@ -148,8 +148,9 @@ def noise_keys(seeds: Rows[int], positions: Rows[int]) -> torch.Tensor:
 
 
 def seed_keys(seeds: Rows[int]) -> torch.Tensor:
-    """Seeds, mixed by splitmix64 (Steele et al., 2014): int64 `[B]` on the CPU."""
-    return _mixed(torch.tensor(seeds, dtype=torch.int64))
+    """Seeds of 64 bits, mixed by splitmix64 (Steele et al., 2014): int64 `[B]` on the CPU."""
+    signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
+    return _mixed(torch.tensor(signed, dtype=torch.int64))
 
 
 def noise_keys_of(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
