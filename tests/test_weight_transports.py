@@ -15,6 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -637,6 +638,23 @@ def test_a_trainer_that_is_silent_gives_an_error_on_both_sides(ranks: list[Rank]
     assert [rank.answer()["code"] for rank in ranks] == ["broadcast_failed"] * 2
     with pytest.raises(BroadcastError):
         sender.send([("a", torch.ones(1_000_000))] * 100)
+    sender.close()
+
+
+def test_the_next_broadcast_comes_while_the_tensors_of_the_last_are_being_taken() -> None:
+    named = {"a": torch.ones(2), "b": torch.full((8 << 20,), 2.0)}  # of which no socket's buffer holds the second
+    engine = transport("distributed", timeout_s=TIMEOUT_S)
+    sender = WeightSender("127.0.0.1", world_size=2, backend="gloo", timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor(1) as trainer:
+        joined = trainer.submit(sender.join)
+        engine.init(sender.init_info())
+        joined.result()
+        sent = trainer.submit(lambda: sender.send(named.items()))
+        arriving = engine.receive({**sender.announce(named.items()), "target_modules": ["transformer"]})
+        first = next(arriving)
+        sent.result(TIMEOUT_S / 2)
+        assert_same([first, *arriving], named, "transformer")
+    engine.close()
     sender.close()
 
 
