@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllToAllOptions, FileStore, PrefixStore
 
 LOOPBACK = "127.0.0.1"  # all ranks are processes of one machine
@@ -41,7 +42,9 @@ class RankGroup:
         """x `[size, ...]`: part r goes to rank r. The result `[size, ...]` holds at r what rank r sent here."""
         given = self._outgoing(x)
         received = torch.empty_like(given)
-        self._backend.alltoall_base(received, given, [], [], AllToAllOptions()).wait()
+        options = AllToAllOptions()
+        options.asyncOp = False
+        _settle(self._backend.alltoall_base(received, given, [], [], options))
         self._count(given.nbytes // self.size * (self.size - 1))
         return received.to(x.device)
 
@@ -49,7 +52,10 @@ class RankGroup:
         """`[size, *x.shape]`: every rank's x, in rank order, the same on every rank."""
         given = self._outgoing(x)
         gathered = given.new_empty(self.size, *given.shape)
-        self._backend._allgather_base(gathered.view(-1), given.view(-1)).wait()  # of a list NCCL would make copies
+        options = AllgatherOptions()
+        options.asyncOp = False
+        flat = gathered.view(-1), given.view(-1)  # of a list of tensors NCCL would make copies
+        _settle(self._backend._allgather_base(*flat, options))
         self._count(given.nbytes * (self.size - 1))
         return gathered.to(x.device)
 
@@ -65,6 +71,13 @@ class RankGroup:
     def _count(self, nbytes: int) -> None:
         self.traffic.bytes_sent += nbytes
         self.traffic.collectives += 1
+
+
+def _settle(work: Any) -> None:
+    """Afterwards a collective that isn't asynchronous is over, or on a GPU is over for what is launched after it: NCCL
+    has put it on the current stream, between what stands there, and leaves nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 @dataclass(frozen=True)
