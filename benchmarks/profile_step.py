@@ -33,7 +33,7 @@ from rl_kernels.mode import EXACT
 
 # The first class one of whose words is in a kernel's name is the kernel's.
 CLASSES: dict[str, tuple[str, ...]] = {
-    "collective": ("nccl",),
+    "collective": ("nccl", "memcpy ptop"),
     "fused": ("modulated_norm", "gated_residual", "joint_qkv"),
     "attention": ("sdpa", "fmha", "flash", "attention"),
     "convolution": (
