@@ -152,6 +152,25 @@ def test_an_operation_that_depends_on_how_many_tokens_stand_beside_is_found() ->
     assert probed("silu", (10, 64), Recorded(F.silu)).exact
 
 
+def test_an_operation_that_computes_something_else_for_a_trainer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(x: torch.Tensor, *others: Any, **options: Any) -> float:
+        return 1 + x.requires_grad * 2**-10
+
+    for name in ("padded_rows", "fixed_tiles"):
+        product = IMPLEMENTATIONS[name]
+        monkeypatch.setitem(IMPLEMENTATIONS, name, lambda *xwb, f=product: f(*xwb) * trains(*xwb))
+    monkeypatch.setattr("rl_kernels.certify.attention", lambda *qkv, **o: attention(*qkv, **o) * trains(*qkv))
+    calls = {
+        "linear": ((64, 64), F.linear),
+        "attention": ((2, 6, 16), F.scaled_dot_product_attention),
+        "silu": ((10, 64), lambda x: F.silu(x) * trains(x)),
+    }
+    for operation, (shape, function) in calls.items():
+        certificate = probed(operation, shape, Recorded(function, tokens=(5,)))
+        assert not certificate.exact
+        assert str(certificate.verdicts[0].failed_at).endswith(": the forward under autograd")
+
+
 def test_the_last_and_shorter_shard_is_probed_too() -> None:
     def depends_on_tokens(x: torch.Tensor) -> torch.Tensor:
         return F.silu(x) * (1 + (x.shape[1] == 1) * 2**-20)

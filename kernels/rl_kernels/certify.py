@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.attention import attention
-from rl_kernels.linear import IMPLEMENTATIONS
+from rl_kernels.linear import IMPLEMENTATIONS, ROWS
 from rl_kernels.mode import EXACT, Choices, exact_mode, observing
 from rl_kernels.reduce import folded_mean
 from rl_kernels.verdict_cache import Question, Verdict, VerdictCache, find_verdict
@@ -251,11 +251,13 @@ def _certify_linear(
         implementation = IMPLEMENTATIONS[name]
         whole = implementation(x, weight, bias)
         parts = [slice(s, s + rows) for rows in sizes for s in (0, 13) if s + rows <= len(x) and rows < len(x)]
-        wrong = next((p for p in parts if not torch.equal(implementation(x[p], weight, bias), whole[p])), None)
+        part = next((p for p in parts if not torch.equal(implementation(x[p], weight, bias), whole[p])), None)
+        wrong = None if part is None else f"{part.stop - part.start} rows from {part.start}"
+        wrong = wrong or _differing_under_autograd(implementation, (x[:ROWS], weight, bias), whole[:ROWS])
         if wrong is None:
             microseconds = _time(partial(implementation, x, weight, bias), device)
             return Verdict(str(kind), name, names, failure, round(microseconds, 1))
-        failure = failure or f"{name}: {wrong.stop - wrong.start} rows from {wrong.start}"
+        failure = failure or f"{name}: {wrong}"
     return Verdict(str(kind), None, names, failure)
 
 
@@ -270,10 +272,20 @@ def _certify_attention(kind: OperationClass, device: torch.device, names: tuple[
         whole = attend(*tensors)
         wrong = _first_differing_slice(partial(_attend_slice, attend, tensors), whole)
         wrong = wrong or _first_differing_heads(attend, tensors, whole)
+        wrong = wrong or _differing_under_autograd(attend, tensors, whole)
         if wrong is None:
             return Verdict(str(kind), name, names, failure, round(_time(partial(attend, *tensors), device), 1))
         failure = failure or f"{name}: {wrong}"
     return Verdict(str(kind), None, names, failure)
+
+
+def _differing_under_autograd(
+    function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], whole: torch.Tensor
+) -> str | None:
+    """A trainer's forward records gradients; the library may take another kernel for that."""
+    with torch.enable_grad():
+        found = function(*(x.detach().requires_grad_() for x in tensors))
+    return None if torch.equal(found.detach(), whole) else "the forward under autograd"
 
 
 def _attend_slice(
@@ -307,6 +319,7 @@ def _certify_rowwise(kind: OperationClass, call: Recorded, device: torch.device,
         wrong = _first_differing_slice(lambda a, b, f=function: f(x[a:b]), whole)  # type: ignore[misc]
         for axis in _token_axes(kind, call, whole):
             wrong = wrong or _first_differing_tokens(function, x, whole, axis)
+        wrong = wrong or _differing_under_autograd(function, (x,), whole)
         if wrong is None:
             return Verdict(str(kind), name, names, failure)
         failure = failure or f"{name}: {wrong}"
