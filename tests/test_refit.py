@@ -428,6 +428,15 @@ def test_tied_weights_may_come_under_either_name_and_under_both_only_if_they_agr
     assert torch.equal(module.embed.weight, new)
 
 
+def test_a_call_that_brought_a_tied_weight_under_both_names_is_undone_whole() -> None:
+    module = Tied()
+    before, new = module.embed.weight.detach().clone(), torch.randn(8, 4)
+    session = RefitSession(ModuleTarget({"model": module}), ["model"])
+    with pytest.raises(RefitRefusedError, match="no such weight"):
+        session.update(WeightItem(None, name, new) for name in ("embed.weight", "head.weight", "tail.weight"))
+    assert torch.equal(module.embed.weight, before)
+
+
 class Odd(torch.nn.Module):
     """One layer under two names, one without a bias, a buffer that is saved, and one that isn't."""
 

@@ -137,9 +137,9 @@ class RefitSession:
     @torch.no_grad()
     def undo_last_call(self) -> None:
         """Afterwards the last update call has not been. Also for a call that another rank has refused."""
+        if self._undo is not None:
+            self._undo.restore(self._last_call)
         for key in self._last_call:
-            if self._undo is not None:
-                self._undo.restore(key)
             self._shadow.pop(key, None)
             if self._readback is not None:
                 self._readback.drop(key)
@@ -169,8 +169,10 @@ class RefitSession:
         """Afterwards the new weights are the weights, in the kernels' layout, and the old bytes are gone."""
         if self.staged:
             self._undo = UndoLog()
+            written = set(self._tied.values())  # of tied weights one: a launch writes no memory twice
             try:
-                self._writer.write(list(self._shadow.items()), self._undo, checked=True)
+                batch = [(key, tensor) for key, tensor in self._shadow.items() if key in written]
+                self._writer.write(batch, self._undo, checked=True)
             except BaseException:
                 self.undo()
                 raise

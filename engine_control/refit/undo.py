@@ -63,15 +63,17 @@ class UndoLog:
         for key, one in zip(keys, kept, strict=True):
             self._old.setdefault(key, []).append(one)
 
-    def restore(self, key: Key) -> None:
-        """Afterwards that weight is as it was; what had not been written stays."""
-        for kept in reversed(self._old.pop(key, [])):
-            kept.live.copy_(kept.old)
+    def restore(self, keys: Iterable[Key]) -> None:
+        """Afterwards those weights are as they were; what had not been written stays. The last that was written is the
+        first: two names may be of the same memory."""
+        wanted = set(keys)
+        for key in [key for key in reversed(self._old) if key in wanted]:
+            for kept in reversed(self._old.pop(key)):
+                kept.live.copy_(kept.old)
 
     def restore_all(self) -> None:
         """Afterwards everything is as it was."""
-        for key in reversed(list(self._old)):
-            self.restore(key)
+        self.restore(self._old)
 
 
 def _unused_by_torch(device: torch.device) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from engine_control.errors import RefitRefusedError
 from engine_control.refit.target import RefitTarget
-from engine_control.refit.undo import Key, UndoLog
+from engine_control.refit.undo import Kept, Key, UndoLog
 from engine_control.weight_kernels import WeightKernels
 
 ALONE_BYTES = 8 << 20  # of a tensor from which on a copy of its own is the faster one
@@ -58,7 +58,8 @@ class Writer:
                 others += pieces
                 unseen.append((key, tensor))
         found = self._in_one_pass(whole, undo)
-        _copy_twice(others, undo)
+        if others:
+            _copy_twice(others, undo, None if undo is None else undo.room_for([piece.live for piece in others]))
         return found if checked else found + look(unseen)
 
     def _is_whole(self, tensor: torch.Tensor, pieces: list[_Piece]) -> bool:
@@ -75,7 +76,7 @@ class Writer:
         assert self._kernels is not None
         kept = None if undo is None else undo.room_for([piece.live for piece in pieces])
         if kept is not None and any(one.room.device != self._kernels.device for one in kept):
-            _copy_twice(pieces, undo)  # the old bytes go to the host, over the link
+            _copy_twice(pieces, undo, kept)  # the old bytes go to the host, over the link
             return look([(piece.key, piece.new) for piece in pieces])
         by_size: dict[int, list[int]] = {}
         for index, piece in enumerate(pieces):
@@ -128,12 +129,10 @@ def refuse_non_finite(found: Sequence[Looked]) -> None:
             )
 
 
-def _copy_twice(pieces: Sequence[_Piece], undo: UndoLog | None) -> None:
-    if not pieces:
-        return
+def _copy_twice(pieces: Sequence[_Piece], undo: UndoLog | None, kept: Sequence[Kept] | None) -> None:
+    """kept: where the old bytes have room, if there is an undo."""
     lives = [piece.live for piece in pieces]
-    if undo is not None:
-        kept = undo.room_for(lives)
+    if undo is not None and kept is not None:
         copy_all([one.old for one in kept], lives)
         undo.note([piece.key for piece in pieces], kept)
     copy_all(lives, [piece.new for piece in pieces])
