@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -153,6 +153,39 @@ def test_a_launch_that_fails_leaves_all_weights_as_they_were(launches: int) -> N
     assert bytes_of(dict(module.state_dict())) == before
 
 
+class Backwards(PlainKernels):
+    """A launch's tensors have no order."""
+
+    def replace(
+        self, lives: Sequence[torch.Tensor], news: Sequence[torch.Tensor], olds: Sequence[int] | None
+    ) -> torch.Tensor:
+        return super().replace(lives[::-1], news[::-1], None if olds is None else olds[::-1]).flip(0)
+
+
+class TiedWeights(torch.nn.Module):
+    """One matrix under two names, and a bias of another size of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.randn(8, 4))
+        self.head = self.embed
+        self.bias = torch.nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kernels", [PlainKernels(broken_after=1), Backwards(broken_after=1)])
+def test_a_staged_commit_that_fails_leaves_a_tied_weight_of_two_names_as_it_was(kernels: PlainKernels) -> None:
+    module = TiedWeights()
+    before = bytes_of(dict(module.state_dict()))
+    new = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    session = RefitSession(ModuleTarget({"m": module}), ["m"], staged=True, kernels=kernels)
+    session.update(WeightItem(None, name, tensor) for name, tensor in new.items())
+    session.verify()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        session.commit()
+    assert kernels.launches == 1
+    assert bytes_of(dict(module.state_dict())) == before
+
+
 def test_without_an_undo_the_kernels_keep_nothing(kernels: WeightKernels | None) -> None:
     module = Weights(place_of(kernels))
     new = module.new()
@@ -204,6 +237,29 @@ def test_every_dtype_is_replaced_and_looked_at(dtype: torch.dtype) -> None:
         for live, old, was, new in zip(lives, olds, before, news, strict=True):
             assert torch.equal(live.cpu().view(torch.uint8), new.view(torch.uint8))
             assert torch.equal(old.cpu(), was.view(torch.uint8))
+
+
+class StandIn(torch.Tensor):
+    """As a DTensor is: of a shape and a device, with no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> StandIn:
+        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        return cast(StandIn, made)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a stand-in")
+
+
+def test_what_has_no_memory_of_its_own_is_no_work_for_a_kernel() -> None:
+    kernels = TritonWeights(CPU)
+    whole = torch.ones(64)
+    assert kernels.reads(whole)
+    assert kernels.reads(torch.ones(0, 4))
+    assert not kernels.reads(StandIn(whole))
+    assert not kernels.reads(whole[1:])
+    assert not kernels.reads(whole.view(8, 8).t())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not triton_is_installed(), reason="needs a GPU and Triton")

@@ -43,9 +43,12 @@ class TritonWeights:
         self.device = device
 
     def reads(self, tensor: torch.Tensor) -> bool:
-        """Whether the kernels can work on it where it lies: on this device, contiguous, of a whole vector's address."""
-        here = tensor.device == self.device and tensor.layout == torch.strided
-        return here and tensor.data_ptr() % ALIGNMENT == 0 and tensor.is_contiguous() and tensor.element_size() <= 8
+        """Whether the kernels can work on it where it lies: on this device, contiguous, of a whole vector's address.
+        What only stands for other tensors, such as a DTensor, lies nowhere."""
+        if tensor.device != self.device or tensor.layout != torch.strided or tensor.element_size() > 8:
+            return False
+        address = tensor.data_ptr()
+        return address % ALIGNMENT == 0 and tensor.is_contiguous() and (address != 0 or tensor.numel() == 0)
 
     def row_sums(
         self, parts: Sequence[torch.Tensor], first_rows: Sequence[int], factors: torch.Tensor, sums: torch.Tensor
