@@ -9,7 +9,7 @@ from tiny_models import sd3_pipeline
 
 from diffusion_rl.models import ModelFamily, family_for
 from diffusion_rl.params import RolloutParams
-from diffusion_rl.rollout.engine import RolloutEngine
+from diffusion_rl.rollout.engine import DEPARTURES_AHEAD, RolloutEngine
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.transfer import HostCopies, Moment
 
@@ -143,12 +143,19 @@ def test_a_request_that_is_aborted_while_its_results_are_under_way_hands_out_all
     assert torch.equal(partial[0].rollout_log_probs, expected)  # type: ignore[arg-type]
 
 
-def test_no_more_than_a_few_results_are_under_way(slow: tuple[RolloutEngine, SlowCopies]) -> None:
+@pytest.mark.parametrize("together", [None, (32, 32)])
+def test_no_more_than_a_few_results_are_under_way(
+    slow: tuple[RolloutEngine, SlowCopies],
+    family: ModelFamily,
+    monkeypatch: pytest.MonkeyPatch,
+    together: tuple[int, int] | None,
+) -> None:
+    monkeypatch.setattr(family, "decodes_together", together)
     engine, copies = slow
-    engine.add_request("group", request(num_inference_steps=1, num_outputs_per_prompt=20))
+    engine.add_request("group", request(num_inference_steps=1, num_outputs_per_prompt=40))
     most = 0
     while engine.has_unfinished_requests():
         engine.step()
         most = max(most, len(engine._departures))
-    assert 0 < most <= 16
+    assert 0 < most <= DEPARTURES_AHEAD
     assert copies.waits >= 4

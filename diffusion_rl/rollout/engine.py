@@ -366,7 +366,8 @@ class RolloutEngine:
             for sample, picture in zip(samples, pictures, strict=True):
                 if sample in self._queue.samples:  # its request did not fail at an earlier sample
                     finished += self._isolated(sample.request, partial(self._depart, sample, picture, spent))
-            finished += self._arrive(wait=len(self._departures) > DEPARTURES_AHEAD)
+            while len(self._departures) > DEPARTURES_AHEAD:
+                finished += self._arrive(wait=True)
             if _spent(began):
                 break
         return finished + self._arrive(wait=idle)
