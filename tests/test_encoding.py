@@ -118,6 +118,12 @@ def test_a_msgpack_body_is_byte_for_byte_what_the_plain_library_writes() -> None
     assert repacked == body_of(rows, "msgpack")
 
 
+def test_a_tensor_that_msgpack_has_no_form_for_is_refused_with_the_way_out() -> None:
+    huge = torch.zeros(1, dtype=torch.uint8).expand(2**32)
+    with pytest.raises(NotAcceptableError, match=r"msgpack holds no tensor.*Ask for application/vnd\.safetensors"):
+        encode([{"generated_output": huge}], "msgpack")
+
+
 def test_a_json_body_holds_base64_of_safetensors_files() -> None:
     rows = example_rows()
     tensor = json.loads(body_of(rows, "json"))[0]["env"]["embeds"][0]

@@ -27,6 +27,7 @@ import orjson
 import torch
 
 from diffusion_rl.config import Wire
+from engine_control.errors import NotAcceptableError
 from engine_control.wire import tensor_bytes
 
 CHUNK_BYTES = 1024 * 1024
@@ -124,7 +125,11 @@ class EncodedBody:
 
 
 def encode(rows: Sequence[Row], wire: Wire) -> EncodedBody:
-    """The rows as a body of that form. It refers to the tensors' memory, which must not change while it is sent."""
+    """The rows as a body of that form. It refers to the tensors' memory, which must not change while it is sent.
+
+    Raises:
+        NotAcceptableError: msgpack has no form for a tensor of this size.
+    """
     if wire == "safetensors":
         return _encode_safetensors(rows)
     tensors: list[torch.Tensor] = []
@@ -286,7 +291,12 @@ def _file_size(tensor: torch.Tensor) -> int:
 def _bin_prefix(size: int) -> bytes:
     """The head of a msgpack `bin` of that many bytes, in its shortest form."""
     if size > MAX_BIN_BYTES:
-        raise ValueError(f"msgpack holds no tensor of {size} bytes; ask for safetensors")
+        raise NotAcceptableError(
+            f"msgpack holds no tensor of {size} bytes, only up to {MAX_BIN_BYTES}",
+            field="Accept",
+            value=CONTENT_TYPES["msgpack"],
+            hint=f"Ask for {CONTENT_TYPES['safetensors']}, or for less (fewer steps, rollout_debug_mode=false).",
+        )
     if size < 2**8:
         return b"\xc4" + size.to_bytes(1, "big")
     return b"\xc5" + size.to_bytes(2, "big") if size < 2**16 else b"\xc6" + size.to_bytes(4, "big")
