@@ -32,6 +32,11 @@ class DiTTrajectory:
     timesteps: torch.Tensor
     sigmas: torch.Tensor
 
+    def timestep(self, step: int) -> torch.Tensor:
+        """That of a step whose state was kept. A service may have returned the timesteps of those alone."""
+        whole = len(self.timesteps) == len(self.sigmas)
+        return self.timesteps[step if whole else self.latent_step_indices.tolist().index(step)]
+
 
 @dataclass(frozen=True)
 class RolloutDebugTensors:
@@ -170,7 +175,7 @@ class RolloutSample:
         assert self.dit_trajectory is not None
         truncation = 1.0 if self.cfg_truncation is None else self.cfg_truncation
         guidance = Guidance(self.guidance_scale, scale_2=self.guidance_scale_2, truncation=truncation)
-        return guidance.scale_at(self.transformer_of(step), self.dit_trajectory.timesteps[step])
+        return guidance.scale_at(self.transformer_of(step), self.dit_trajectory.timestep(step))
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

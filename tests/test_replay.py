@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tiny_models import flux_pipeline, qwen_image_pipeline, sd3_pipeline, z_imag
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.rollout.replay import replay_step, stochastic_steps
+from diffusion_rl.schedulers import step_kinds
+from diffusion_rl.training.transitions import transition_of
 from engine_control.errors import InvalidRequestError
 
 FULL: dict[str, Any] = {
@@ -99,7 +102,8 @@ def test_gradient_checkpointing_changes_no_bit_of_log_probs_or_gradients(build: 
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-def test_returned_states_of_the_stochastic_steps_are_enough(pipeline: RolloutPipeline) -> None:
+@pytest.mark.parametrize("filtered", [False, True])
+def test_returned_states_of_the_stochastic_steps_are_enough(pipeline: RolloutPipeline, filtered: bool) -> None:
     fields = {
         **FULL,
         "rollout_sde_step_indices": [1],
@@ -107,11 +111,19 @@ def test_returned_states_of_the_stochastic_steps_are_enough(pipeline: RolloutPip
         "rollout_debug_mode": False,
     }
     samples = pipeline("cat", seed=1, num_outputs_per_prompt=2, **fields)
+    if filtered:  # as a service sends them with --dit-trajectory-timesteps filtered
+        kept = [(s, s.dit_trajectory) for s in samples if s.dit_trajectory is not None]
+        own = [(s, replace(t, timesteps=t.timesteps[t.latent_step_indices])) for s, t in kept]
+        samples = [replace(s, dit_trajectory=t) for s, t in own]
     assert stochastic_steps(samples[0]) == [1]
     scored = replay_step(pipeline.engine.family, samples, 1)
     rolled_out = torch.stack([s.rollout_log_probs[1] for s in samples if s.rollout_log_probs is not None])
     assert torch.equal(scored.log_probs.detach(), rolled_out)
     assert scored.noise_stds.shape == (2,)
+    assert samples[0].dit_trajectory is not None
+    whole = pipeline.engine.family.scheduler(step_kinds.get("sde"), None)
+    whole.set_timesteps(FULL["num_inference_steps"], device="cpu")
+    assert transition_of(samples[0], 1).timestep == whole.timesteps[1]
 
 
 @pytest.mark.parametrize(

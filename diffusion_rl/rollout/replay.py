@@ -87,7 +87,7 @@ def replay_step(
     conditioning = tuple(
         family.conditioning_from_env(_env(s), s.guidance_scale_of(step), s.cfg_normalization or 0.0) for s in samples
     )
-    timesteps = torch.stack([s.dit_trajectory.timesteps[step] for s in samples if s.dit_trajectory is not None])
+    timesteps = torch.stack([s.dit_trajectory.timestep(step) for s in samples if s.dit_trajectory is not None])
     size, name = samples[0].size, names.pop()
     batch = DenoiseBatch(current.to(dtype), timesteps.to(device), conditioning, *size, transformer=name)
     with torch.autocast(device.type, enabled=False):  # the caller's autocast would change the bits

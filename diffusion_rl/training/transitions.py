@@ -54,7 +54,7 @@ def transition_of(sample: RolloutSample, step: int) -> Transition:
         step=step,
         before=trajectory.latents[slots[step]],
         after=trajectory.latents[slots[step + 1]],
-        timestep=trajectory.timesteps[step],
+        timestep=trajectory.timestep(step),
         sigma=float(trajectory.sigmas[step]),
         next_sigma=float(trajectory.sigmas[step + 1]),
         log_prob=log_probs[step],
