@@ -267,6 +267,11 @@ def check_pixels(width: int, height: int, limits: Limits) -> None:
         )
 
 
+def check_frames(num_frames: int, limits: Limits) -> None:
+    """Refuses a video of more frames than the limit."""
+    _check_integer("num_frames", num_frames, 1, limits.max_num_frames)
+
+
 def check_latent_elements(elements: int, limits: Limits) -> None:
     """Refuses samples whose latents are larger than the limit, as those of long videos are."""
     if elements > limits.max_latent_elements:

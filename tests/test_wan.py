@@ -25,8 +25,9 @@ from diffusion_rl.batch import FIRST, SECOND
 from diffusion_rl.cli import app
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, family_for
-from diffusion_rl.params import Limits, params_from_mapping
+from diffusion_rl.params import Limits, RolloutParams, params_from_mapping
 from diffusion_rl.rollout.replay import replay_step
+from diffusion_rl.rollout.samples import plan_request
 from diffusion_rl.sample import RolloutSample
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.trainer import exact_training
@@ -226,6 +227,16 @@ def test_what_the_model_can_not_do_is_refused_with_the_way_out(
     config = EngineConfig(deterministic="off", limits=Limits(max_latent_elements=2**18))
     with pytest.raises(error, match=message):
         rollout_pipeline(wan_pipeline(), config=config)(**{"prompt": "x", "seed": 1, **SMALL, **fields})
+
+
+def test_a_video_of_the_models_own_length_is_held_to_the_limit_too(pipeline: RolloutPipeline) -> None:
+    family = pipeline.engine.family
+    frames = family.defaults.num_frames
+    assert frames is not None
+    params = RolloutParams("x", seed=1, height=32, width=32, max_sequence_length=24)
+    assert plan_request(family, Limits(max_num_frames=frames), "a", params, arrival=0).size == (32, 32, frames)
+    with pytest.raises(LimitExceededError, match=rf"'num_frames', value {frames}"):
+        plan_request(family, Limits(max_num_frames=frames - 1), "a", params, arrival=0)
 
 
 def test_a_checkpoint_that_could_not_be_rolled_out_as_its_pipeline_does_is_refused() -> None:

@@ -10,7 +10,14 @@ import torch
 from diffusion_rl.batch import Conditioning, DenoiseBatch, Size
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.parallel.arrangement import Arrangement
-from diffusion_rl.params import Limits, RolloutParams, check_latent_elements, check_pixels, check_step_fields
+from diffusion_rl.params import (
+    Limits,
+    RolloutParams,
+    check_frames,
+    check_latent_elements,
+    check_pixels,
+    check_step_fields,
+)
 from diffusion_rl.rollout.noise import NoiseStream, normal_noise
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestState, SampleState
@@ -33,6 +40,8 @@ def plan_request(
     family.check_fields(params)
     size = family.size(params)
     check_pixels(size[1], size[0], limits)
+    for num_frames in size[2:]:
+        check_frames(num_frames, limits)
     family.check_size(*size)
     check_latent_elements(math.prod(latent_shape(family, size)), limits)
     steps = step_count(params, defaults.num_inference_steps)
