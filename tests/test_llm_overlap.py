@@ -24,11 +24,11 @@ def engine_of(folder: Path, overlap: str = "on", **fields: object) -> LLMEngine:
     return LLM(config=LLMConfig(str(folder), **config)).engine  # type: ignore[arg-type]
 
 
-def request(seed: int = 0, **fields: object) -> GenerateRequest:
+def request(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **fields: object) -> GenerateRequest:
     asked = {"max_new_tokens": 12, "temperature": 0.9, "ignore_eos": True, **fields}
     others = {name: asked.pop(name) for name in ("top_logprobs_num", "token_ids_logprob") if name in asked}
     sampling = SamplingParams(**asked)  # type: ignore[arg-type]
-    return GenerateRequest(input_ids=PROMPT, sampling=sampling, seed=seed, return_logprob=True, **others)  # type: ignore[arg-type]
+    return GenerateRequest(input_ids=prompt, sampling=sampling, seed=seed, return_logprob=True, **others)  # type: ignore[arg-type]
 
 
 def results(engine: LLMEngine) -> dict[str, list[int]]:
@@ -164,3 +164,67 @@ def test_a_failed_step_leaves_nothing_in_flight(folder: Path, monkeypatch: pytes
     engine.check_integrity()
     engine.add_request("c", request(seed=1))
     assert len(results(engine)["c"]) == 12
+
+
+def test_a_sequence_may_end_where_its_page_table_does(tmp_path: Path) -> None:
+    folder = make_tiny_llm(tmp_path / "long", layers=1, context_length=2048)
+    found = {}
+    for overlap in ("on", "off"):
+        engine = engine_of(folder, overlap, max_total_tokens=2048)
+        engine.add_request("a", request(prompt=(7,) * 1020, max_new_tokens=5))  # 1025, the last of them not computed
+        engine.add_request("b", request(seed=1))
+        found[overlap] = results(engine)
+    assert found["on"] == found["off"]
+
+
+def test_a_run_reads_the_pages_that_its_sequences_hold_though_others_hold_the_same_tokens(folder: Path) -> None:
+    found = {}
+    for overlap in ("on", "off"):
+        engine = engine_of(folder, overlap, page_size=4)
+        for name in "abc":
+            engine.add_request(name, request(max_new_tokens=30))
+        found[overlap] = results(engine)
+    assert found["on"] == found["off"]
+    assert found["on"]["a"] == found["on"]["b"] == found["on"]["c"]
+
+
+def test_tokens_are_counted_alike(folder: Path) -> None:
+    counts = []
+    for overlap in ("on", "off"):
+        engine = engine_of(folder, overlap)
+        engine.add_request("a", request(prompt=PROMPT[:17]))
+        engine.step()
+        engine.add_request("b", request(prompt=PROMPT[:17], seed=1))  # a page is there: it begins with its last token
+        results(engine)
+        counts.append({name: n for name, n in engine.stats().items() if name.startswith("tokens_")})
+    assert counts[0] == counts[1]
+
+
+def test_a_prompt_that_stands_half_computed_for_lack_of_pages_goes_on_as_soon_as_there_are_some(folder: Path) -> None:
+    engine = engine_of(folder, max_prefill_tokens=16)
+    engine.add_request("a", request(prompt=PROMPT[:1]))
+    for _ in range(3):
+        engine.step()
+    engine.add_request("prompt", request(prompt=PROMPT * 2))
+    prompt = engine.scheduler.find("prompt")
+    assert prompt is not None
+    while prompt.computed < 16:
+        engine.step()
+    others = engine._pool.allocate(engine._pool.free)
+    for _ in range(2):
+        engine.step()
+    assert prompt.computed == 16
+    engine._pool.let_go(others)
+    engine.step()
+    assert prompt.computed == 32
+    assert len(results(engine)) == 2
+
+
+def test_what_is_finished_is_no_reason_to_keep_the_cache(folder: Path) -> None:
+    llm = LLM(config=LLMConfig(str(folder), max_total_tokens=1024, overlap_schedule="on"))
+    llm.engine.add_request("a", request(max_new_tokens=4))
+    for _ in range(3):
+        llm.engine.step()
+    llm.pause_generation(mode="retract")  # the step in flight finishes it
+    assert llm.flush_cache()["success"]
+    assert list(results(llm.engine)) == ["a"]

@@ -81,6 +81,12 @@ class PagedPlan:
             tuple(context_lengths),
         )
 
+    def read(self) -> PagedPlan:
+        """The same tensors, beside the numbers that are in them now. Waits for the device."""
+        starts, lengths = self.query_starts.tolist(), self.context_lengths.tolist()
+        tensors = (self.page_table, self.query_starts, self.context_lengths)
+        return PagedPlan(*tensors, self.page_size, tuple(starts), tuple(lengths))
+
     @property
     def longest_query(self) -> int:
         """Of any sequence; 0 without one."""

@@ -28,7 +28,8 @@ RESULTS = 2  # a token, and its log-prob
 @dataclass(eq=False)
 class DecodeRow:
     """A sequence in the middle of decoding: its last token, which is the next to compute, that token's position, and
-    the pages up to there (the sequence's own list, which may grow). temperature: of a greedy row 1."""
+    the pages up to there (the sequence's own list, which may grow, and in which no page is exchanged meanwhile).
+    temperature: of a greedy row 1."""
 
     token: int
     position: int
@@ -60,21 +61,12 @@ class DecodeState:
         self.seed_keys.copy_(seed_keys([r.seed for r in every]))
         self.temperatures.copy_(torch.tensor([r.temperature for r in every], dtype=torch.float32))
         self.greedy.copy_(torch.tensor([r.greedy for r in every]))
-        plan = self.plan_of([r.pages for r in rows], [r.position + 1 for r in rows])
+        contexts = [*(r.position + 1 for r in rows), *(0 for _ in blank)]
+        plan = PagedPlan.of(
+            [r.pages for r in every], [1] * self.size, contexts, page_size=self.page_size, width=self.width
+        )
         self.plan.page_table.copy_(plan.page_table)
         self.plan.context_lengths.copy_(plan.context_lengths)
-
-    def plan_of(self, pages: Items[Items[int]], contexts: Items[int]) -> PagedPlan:
-        """A plan with these contexts, and blank rows."""
-        blank = self.size - len(pages)
-        return PagedPlan.of(
-            [*pages, *[()] * blank],
-            [1] * self.size,
-            [*contexts, *[0] * blank],
-            page_size=self.page_size,
-            device="cpu",
-            width=self.width,
-        )
 
     def add_pages(self, added: Mapping[tuple[int, int], int]) -> None:
         """(row, place in its table) -> page."""
@@ -83,9 +75,10 @@ class DecodeState:
         self.plan.page_table.view(-1).index_copy_(0, where, pages.to(torch.int32))
 
     def stop(self, rows: Items[int]) -> None:
-        """They compute nothing from now on."""
+        """They compute nothing from now on, at a position that every table has."""
         (where,) = _staged([list(rows)], self.seed_keys.device)
         self.plan.context_lengths.index_fill_(0, where, 0)
+        self.positions.index_fill_(0, where, 0)
 
 
 class DecodeSteps:
@@ -128,10 +121,8 @@ class DecodeSteps:
         graph = self._graphs.get((state.size, state.width))
         if graph is not None:
             graph.replay()
-        elif self._runner.device.type == "cuda":
-            self._step(state, state.plan)
-        else:  # there the host's numbers decide what is read
-            self._step(state, run.host_plan())
+        else:
+            self._step(state, state.plan if self._runner.reads_on_device else state.plan.read())
 
     @torch.inference_mode()
     def _step(self, state: DecodeState, plan: PagedPlan) -> None:
@@ -161,7 +152,6 @@ class DecodeRun:
         self._steps = steps
         self._rows = list(rows)
         self._known = [len(row.pages) for row in rows]
-        self._launched = 0
         self._stopped: set[int] = set()
         self._in_flight: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
@@ -192,7 +182,6 @@ class DecodeRun:
             for row, place in added:
                 self._known[row] = place + 1
         self._steps.compute(self)
-        self._launched += 1
         results = self.state.results
         if not results.is_cuda:
             self._in_flight.append((results.clone(), None))
@@ -211,12 +200,6 @@ class DecodeRun:
             done.synchronize()
         tokens, log_probs = results.tolist()
         return [int(token) for token in tokens[: len(self._rows)]], log_probs[: len(self._rows)]
-
-    def host_plan(self) -> PagedPlan:
-        """The next step's plan, of what the host knows."""
-        contexts = [0 if i in self._stopped else row.position + 1 + self._launched for i, row in enumerate(self._rows)]
-        pages = [() if i in self._stopped else row.pages for i, row in enumerate(self._rows)]
-        return self.state.plan_of(pages, contexts)
 
 
 def _staged(numbers: list[list[int]], device: torch.device) -> torch.Tensor:

@@ -210,7 +210,9 @@ class LLMEngine:
         return self.ranks.everywhere(command, lambda: self._rank.carry_out(command))
 
     def flush_needs_idle(self) -> bool:
-        return True  # as SGLang's: who flushes wants to know that nothing goes on from what was cached
+        """As SGLang's: who flushes wants to know that nothing goes on from what was cached. What is finished, and only
+        to be handed out, doesn't."""
+        return bool(self.scheduler.running)
 
     def step(self) -> Items[Finished[GenerateOutput] | Progress[GenerateOutput]]:
         """One forward over the tokens of many sequences, and the next token of each that is computed to its end."""
@@ -222,7 +224,8 @@ class LLMEngine:
         chunks = self.scheduler.schedule(admit=not self._held)
         if not chunks:
             return []
-        if self._overlaps and len(chunks) <= LARGEST_GRAPH and may_run(chunks):
+        everyone = len(chunks) == len(self.scheduler.running)  # none is in the middle of its prompt, without a page
+        if self._overlaps and everyone and len(chunks) <= LARGEST_GRAPH and may_run(chunks):
             self._run = Overlap(self.runner.steps, self.scheduler, chunks, self.weight_version)
             return self._go_on(self._run)
         if self.drafter is not None:
@@ -356,10 +359,14 @@ class LLMEngine:
                 drawn = len(sequence.tokens) - (chunk.end - len(chunk.guesses))
                 self.drafter.settle(chunk, drawn)
                 chunk = replace(chunk, end=chunk.start + drawn, guesses=())
-            self.scheduler.computed(chunk)
-            decoded = chunk.start >= sequence.num_prompt and chunk.end - chunk.start == 1
-            self._counts["tokens_decoded" if decoded else "tokens_prefilled"] += chunk.end - chunk.start
+            self._computed(chunk, share=True)
         return self._hand_out([row for row in plan.drawing if isinstance(row, Sequence)], bad)
+
+    def _computed(self, chunk: Chunk, *, share: bool) -> None:
+        """share: not while a run goes on, whose page tables are on the device."""
+        self.scheduler.computed(chunk, share=share)
+        decoded = chunk.start >= chunk.sequence.num_prompt and chunk.end - chunk.start == 1
+        self._counts["tokens_decoded" if decoded else "tokens_prefilled"] += chunk.end - chunk.start
 
     def _hand_out(
         self, sequences: Items[Sequence], bad: set[str]
@@ -400,7 +407,6 @@ class LLMEngine:
     def _take(self, drawn: Drawn) -> list[Finished[GenerateOutput] | Progress[GenerateOutput]]:
         """Appends what a run's step drew, and hands out as `_finish` does."""
         self._counts["steps"] += 1
-        self._counts["tokens_decoded"] += len(drawn.tokens)
         bad: set[str] = set()
         for sequence, token, log_prob in drawn.tokens:
             if math.isnan(log_prob):
@@ -410,7 +416,7 @@ class LLMEngine:
                 sequence.append(token, drawn.version)
                 if sequence.wants_scores:
                     sequence.output_logprobs.append((log_prob, token))
-            self.scheduler.computed(Chunk(sequence, sequence.computed, sequence.computed + 1))
+            self._computed(Chunk(sequence, sequence.computed, sequence.computed + 1), share=False)
         return self._hand_out([sequence for sequence, _, _ in drawn.tokens], bad)
 
 

@@ -13,6 +13,7 @@ from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs, GraphPool
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
+from rl_kernels.fused import runs_on_triton
 from rl_kernels.mode import LIBRARY, Choices
 from rl_kernels.paged_attention import PagedPlan, paged_attention
 from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv
@@ -60,6 +61,12 @@ class ModelRunner:
     def choices(self, choices: Choices) -> None:
         self._choices = choices
         choose_products(self.model, choices)
+
+    @property
+    def reads_on_device(self) -> bool:
+        """Whether attention reads a plan's tensors where they are, so that a graph can hold it; torch's operations
+        need the host's numbers."""
+        return runs_on_triton(self.cache.storage, self.cache.storage.shape[-1])
 
     def use_graphs(self, max_batch_size: int) -> None:
         """Has batches of single tokens, up to so many, be captured and replayed from now on; 0: none."""

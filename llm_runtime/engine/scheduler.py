@@ -100,11 +100,12 @@ class Scheduler:
             self._admit(chunks, budget, prefixes)
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in their pages; whole pages of them can serve others."""
+    def computed(self, chunk: Chunk, *, share: bool = True) -> None:
+        """The chunk's keys and values are in their pages. With `share`, whole pages of them can serve others, and a
+        page that is in the cache already takes the place of the sequence's own; else, when it leaves."""
         sequence = chunk.sequence
         sequence.computed = chunk.end
-        if chunk.end - chunk.start > 1 or chunk.end % self._page_size == 0:
+        if share and (chunk.end - chunk.start > 1 or chunk.end % self._page_size == 0):
             self._share(sequence)
 
     def room_ahead(self, chunk: Chunk, wanted: int) -> int:
