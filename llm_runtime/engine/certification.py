@@ -20,6 +20,7 @@ from llm_runtime.engine.model_runner import ModelRunner
 from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Exactness, OperationClass, Recorded, Verdict, certify, record
 from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
+from rl_kernels.linear import FEW
 from rl_kernels.mode import LIBRARY
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0, rows:
     Raises:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
-    can_capture = runner.device.type == "cuda" and runner.model.tensor_parallel.size == 1 and runner.model.capturable
-    graphs_up_to = graphs_up_to if can_capture else 0
+    one_gpu = runner.device.type == "cuda" and runner.model.tensor_parallel.size == 1
+    graphs_up_to = graphs_up_to if one_gpu and runner.model.capturable and runner.reads_on_device else 0
     if wanted == "off":
         return _inexact(runner, graphs_up_to, None)
     certificate = certify_model(runner, rows=rows)
@@ -103,6 +104,8 @@ def _decoded(runner: ModelRunner) -> list[tuple[list[int], list[float]]]:
         for i, (token, length, table) in enumerate(tokens)
         if length + STEPS <= runner.model.context_length
     ]
+    if not rows:
+        return []
     run = runner.steps.begin(rows)
     for _ in range(STEPS):
         run.launch()
@@ -139,14 +142,14 @@ def certify_model(runner: ModelRunner, *, rows: int = 0) -> Certificate:
 
 
 def _up_to(kind: OperationClass, call: Recorded, rows: int, runner: ModelRunner) -> Recorded:
-    """A linear layer with the rows that it is probed at: a step's, and those of halves, quarters and eighths of it.
-    Logits are computed of few rows at a time."""
-    if (
-        kind.operation != "linear"
-        or kind.shape[1] >= runner.model.config.vocab_size // runner.model.tensor_parallel.size
-    ):
+    """A linear layer with the rows that it is probed at: a step's, those of halves, quarters and eighths of it, and
+    those that few are padded to. Logits are computed of few rows at a time."""
+    if kind.operation != "linear":
         return call
-    return replace(call, tokens=(*call.tokens, rows // 2))  # and of twice as many
+    config, ranks = runner.model.config, runner.model.tensor_parallel.size
+    if kind.shape == (config.hidden_size, config.vocab_size // ranks):
+        return replace(call, tokens=(*call.tokens, *FEW))
+    return replace(call, tokens=(*call.tokens, *FEW, -(-max(rows, 1) // 2)))  # and of twice as many
 
 
 def _attention(runner: ModelRunner) -> Verdict:
