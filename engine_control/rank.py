@@ -166,7 +166,7 @@ class RankControl:
         with self._received(transport, info) as items:
             if how is not None:
                 return self._apply(merges.merging(items, how, session.modules))
-            at_once = TOGETHER if self._transport(transport).keeps_tensors else 1
+            at_once = TOGETHER if self._transport(transport).keeps_tensors(info) else 1
             return self._apply(merges.whole(items, session.modules), at_once=at_once)
 
     def _unmerge(self, modules: list[str]) -> dict[str, Any]:

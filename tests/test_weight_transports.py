@@ -23,7 +23,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from engine_control.config import RankSettings
 from engine_control.errors import EngineError, InvalidRequestError, RefitRefusedError
+from engine_control.rank import RankCommand, RankControl
 from engine_control.refit.backends import TransportContext, WeightTransport, transports
 from engine_control.refit.backends._group import BroadcastError
 from engine_control.refit.backends._mapping import HostBuffer
@@ -33,7 +35,7 @@ from engine_control.refit.backends.tensor import safetensors_payload, serialize_
 from engine_control.refit.payload.bucket import flatten
 from engine_control.refit.payload.layout import as_bytes
 from engine_control.refit.payload.serializer import to_text
-from engine_control.refit.target import TensorInfo
+from engine_control.refit.target import ModuleTarget, TensorInfo
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 20.0
@@ -755,6 +757,49 @@ def test_a_sender_that_says_the_same_again_is_read_again_and_another_place_is_no
         assert_same(receiver.receive(json.loads(json.dumps(info))), {"w": weights * value})
     receiver.close()
     buffer.close()
+
+
+def by_one_buffer(named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    room = torch.empty(3)
+    for name, tensor in named:
+        yield name, room.copy_(tensor * 2)
+
+
+class OneRank:
+    """What a control layer needs of an engine of two vectors."""
+
+    memory: Any = None
+    device = torch.device("cpu")
+    weight_kernels = None
+
+    def __init__(self) -> None:
+        self.module = torch.nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(3)})
+        self.target = ModuleTarget({"m": self.module})
+
+    def flush_caches(self, modules: object) -> None:
+        pass
+
+    def drop_graphs(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_loader_may_hand_on_one_buffer_again_and_again() -> None:
+    path = f"{__name__}:by_one_buffer"
+    sys.modules.setdefault(__name__, sys.modules[by_one_buffer.__module__])
+    engine = OneRank()
+    rank = RankControl(engine, RankSettings(load_formats=(path,)))
+    new = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    rank.carry_out(RankCommand("begin", {"modules": ["m"], "partial": False, "staged": False, "undo": True}))
+    with IpcSender(half_bytes=1000) as sender:
+        [info] = sender.batches(new.items())
+        outcome = rank.carry_out(RankCommand("update", {"transport": "ipc", "info": {**info, "load_format": path}}))
+    assert outcome.error is None
+    rank.carry_out(RankCommand("commit", {"flush": False}))
+    assert {name: value.tolist() for name, value in engine.module.items()} == {"a": [2.0] * 3, "b": [4.0] * 3}
+    rank.close()
 
 
 def test_a_tensor_larger_than_a_half_is_an_error_at_the_sender() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ class WeightItem(NamedTuple):
     """A tensor on its way into the engine. `module` None: the one module that the call, or the session, is about.
 
     The tensor may be the transport's own buffer: it is read before the next item is asked for, and not kept, unless the
-    transport says that it `keeps_tensors`.
+    transport says that the call `keeps_tensors`.
     """
 
     module: str | None
@@ -52,11 +52,12 @@ class TransportContext:
 class WeightTransport(ABC):
     """One way for weights to come in."""
 
-    keeps_tensors: ClassVar[bool] = False
-    """Whether all tensors of one call stay valid until its end, so that many can be applied together."""
-
     def __init__(self, context: TransportContext) -> None:
         self.context = context
+
+    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
+        """Whether all tensors of this call stay valid until its end, so that many can be applied together."""
+        return False
 
     def init(self, info: Mapping[str, Any]) -> None:
         """Opens a channel; called on all ranks at the same time, so it may meet the trainer and the other ranks.

@@ -19,7 +19,8 @@ def direct_info(named_tensors: Iterable[tuple[str, torch.Tensor]], module: str |
 class DirectTransport(WeightTransport):
     """`info["items"]` is a list of `[module or None, name, tensor]`."""
 
-    keeps_tensors = True
+    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
+        return True
 
     def receive(self, info: Mapping[str, Any]) -> Iterator[WeightItem]:
         items = info.get("items")

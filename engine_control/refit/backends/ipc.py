@@ -59,13 +59,15 @@ class IpcTransport(WeightTransport):
     A buffer stays mapped until another one comes, or `shutdown`.
     """
 
-    keeps_tensors = True
-
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._mapped: tuple[object, torch.Tensor] | None = None
         self._said: deque[tuple[object, list[Placed]]] = deque(maxlen=CALLS)  # in calls, and their views of that buffer
         self._open = False
+
+    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
+        """A loader may hand on one buffer again and again."""
+        return of_rank(info, self.context).get("load_format") is None
 
     def init(self, info: Mapping[str, Any]) -> None:
         """There is nothing to open before the first buffer; vLLM's trainers call it."""
