@@ -19,7 +19,7 @@ demo: $(VENV)/.installed  ## roll out the embedded model over HTTP, show its pic
 	$(BIN)/diffusion-rl demo
 
 test: $(VENV)/.installed  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check .

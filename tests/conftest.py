@@ -23,6 +23,23 @@ from diffusion_rl.client import RolloutClient
 
 REPOSITORY = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0
+# Files that take longest, in the order in which processes that share the tests begin them: none of them ends alone.
+LONGEST = [
+    *("refit_campaign", "parallel", "tensor_parallel", "flow_grpo", "grpo_arithmetic", "families", "benchmarks"),
+    *(
+        "compile",
+        "wan",
+        "offload",
+        "http_ranks",
+        "z_image",
+        "flux",
+        "certify",
+        "verify",
+        "lora",
+        "readme",
+        "http_limits",
+    ),
+]
 LIMITS = {"max_num_outputs_per_prompt": 16, "max_num_inference_steps": 1000, "max_pixels": 512 * 512}
 SERVE = """
 import json, sys
@@ -43,6 +60,12 @@ from llm_runtime.server.app import serve
 engine, server = json.loads(sys.argv[1])
 serve(LLMConfig(**engine, control=ControlConfig(enable_memory_saver=True)), ServerConfig(**server))
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others in their order."""
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @dataclass
