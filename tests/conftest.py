@@ -26,19 +26,8 @@ START_TIMEOUT_S = 120.0
 # Files that take longest, in the order in which processes that share the tests begin them: none of them ends alone.
 LONGEST = [
     *("refit_campaign", "parallel", "tensor_parallel", "flow_grpo", "grpo_arithmetic", "families", "benchmarks"),
-    *(
-        "compile",
-        "wan",
-        "offload",
-        "http_ranks",
-        "z_image",
-        "flux",
-        "certify",
-        "verify",
-        "lora",
-        "readme",
-        "http_limits",
-    ),
+    *("compile", "wan", "offload", "http_ranks", "z_image", "flux", "certify", "verify", "lora", "readme"),
+    "http_limits",
 ]
 LIMITS = {"max_num_outputs_per_prompt": 16, "max_num_inference_steps": 1000, "max_pixels": 512 * 512}
 SERVE = """
