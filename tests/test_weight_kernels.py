@@ -308,3 +308,23 @@ def test_whole_blocks_are_read_by_vectors_and_multiplied_on_tensor_cores() -> No
         copy = compiled("replace", {"table": "*i64", "bad": "*i8"}, constants, num_warps=8, num_stages=3)
         for access in ("ld", "st"):
             assert len(re.findall(rf"\b{access}\.global\.v4\.b32", copy)) == 8  # both tensors, all of a part
+
+
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("Failed to find C compiler"), torch.AcceleratorError("CUDA error")], ids=str
+)
+def test_a_triton_that_cannot_compile_leaves_the_work_to_torch(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_nothing(kernels: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("rl_kernels.weights.triton_is_installed", lambda: True)
+    monkeypatch.setattr("rl_kernels.weights._compile", compile_nothing)
+    device = torch.device("cuda", 0)
+    if isinstance(fault, torch.AcceleratorError):
+        with pytest.raises(torch.AcceleratorError):
+            weight_kernels(device)
+    else:
+        assert weight_kernels(device) is None
+        assert "C compiler" in caplog.text

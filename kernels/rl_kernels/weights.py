@@ -7,6 +7,7 @@ are bytes, so there is nothing to certify: results are those of `engine_control`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 from rl_kernels.fused import ALIGNMENT, triton_is_installed
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 128 << 10  # bytes of a program's work
 PART = 16 << 10  # bytes that a program has in registers
@@ -120,11 +123,18 @@ class TritonWeights:
 
 
 def weight_kernels(device: torch.device) -> TritonWeights | None:
-    """The kernels for that device, compiled for the dtypes of most models; None where there is no Triton for it."""
+    """The kernels for that device, compiled for the dtypes of most models; None where there is no Triton for it, or one
+    that can't compile (it needs a C compiler)."""
     if device.type != "cuda" or not triton_is_installed():
         return None
     made = TritonWeights(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
-    _compile(made)
+    try:
+        _compile(made)
+    except torch.AcceleratorError:
+        raise  # nothing works on this device any more
+    except Exception as error:
+        logger.warning("torch writes and digests weights, since Triton can't compile here: %s", error)
+        return None
     return made
 
 
