@@ -68,12 +68,12 @@ class Reply:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     arguments = _arguments(argv)
-    budget = Budget(arguments.budget_s)
     report = Report("http_rollout", (__doc__ or "").splitlines()[0], settings_of(arguments), limit=LIMIT)
     with checkpoint(arguments) as model:
         began = time.perf_counter()
         with served(model, arguments.serve) as service:
             _add(report, arguments, {"name": "start", "seconds": time.perf_counter() - began})
+            budget = Budget(arguments.budget_s)
             for group in arguments.groups:
                 if budget.allows(0):
                     _measure(report, arguments, service, group, budget)
@@ -101,7 +101,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=integers, default=[1], help="requests at once, one case each")
     parser.add_argument("--wire", choices=list(CONTENT_TYPES), default="msgpack", help="the reply's encoding")
     parser.add_argument("--serve", type=str.split, default=[], help="further arguments of `serve`, in one string")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="seconds after which no further group begins")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=600.0,
+        help="seconds from the start of the service after which no further group begins",
+    )
     return parser.parse_args(argv)
 
 
