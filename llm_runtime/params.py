@@ -117,6 +117,11 @@ class GenerateRequest:
         start = self.logprob_start_len
         return start if self.return_logprob and start >= 0 else len(self.input_ids)
 
+    @property
+    def asks_for_others(self) -> bool:
+        """Whether log-probs of other tokens than the drawn ones are asked for."""
+        return bool(self.top_logprobs_num or self.token_ids_logprob)
+
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """From a mapping with SGLang's names; None stands for a default where None is no value of its own.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ class _ExactMode(TorchFunctionMode):
         self._replaced: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
             F.linear: self._linear,
             F.scaled_dot_product_attention: self._attention,
-            F.conv2d: self._conv2d,
-            F.conv3d: self._conv3d,
+            F.conv2d: partial(_convolution, 2, conv2d),
+            F.conv3d: partial(_convolution, 3, F.conv3d),
         }
         if choices.folded_means:
             self._replaced[torch.Tensor.mean] = self._mean
@@ -117,35 +118,24 @@ class _ExactMode(TorchFunctionMode):
             return folded_mean(x, keepdim=kwargs.get("keepdim", False))
         return torch.Tensor.mean(x, *args, **kwargs)
 
-    @staticmethod
-    def _conv2d(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] | str = 0,
-        dilation: int | tuple[int, ...] = 1,
-        groups: int = 1,
-    ) -> torch.Tensor:
-        pads = padding if isinstance(padding, str) else _each(padding, 2)
-        if x.dim() == 4 and is_patch_conv(weight, _each(stride, 2), pads, _each(dilation, 2), groups):
-            return patch_conv(x, weight, bias)
-        return conv2d(x, weight, bias, _each(stride, 2), pads, _each(dilation, 2), groups)
 
-    @staticmethod
-    def _conv3d(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] | str = 0,
-        dilation: int | tuple[int, ...] = 1,
-        groups: int = 1,
-    ) -> torch.Tensor:
-        pads = padding if isinstance(padding, str) else _each(padding, 3)
-        if x.dim() == 5 and is_patch_conv(weight, _each(stride, 3), pads, _each(dilation, 3), groups):
-            return patch_conv(x, weight, bias)
-        return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+def _convolution(
+    dims: int,
+    otherwise: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> torch.Tensor:
+    """A patch embedding in `dims` dimensions as a linear layer; any other convolution as it is."""
+    pads = padding if isinstance(padding, str) else _each(padding, dims)
+    strides, dilations = _each(stride, dims), _each(dilation, dims)
+    if x.dim() == dims + 2 and is_patch_conv(weight, strides, pads, dilations, groups):
+        return patch_conv(x, weight, bias)
+    return otherwise(x, weight, bias, strides, pads, dilations, groups)
 
 
 def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -9,20 +9,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from llm_runtime.engine.graphs import ForwardInputs, GraphPool, size_for, table_width
+from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.sampler import noise_keys_of, seed_keys
+from llm_runtime.models.base import CausalLM
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.paged_attention import PagedPlan
 
-if TYPE_CHECKING:
-    from llm_runtime.engine.model_runner import ModelRunner
-
 RESULTS = 2  # a token, and its log-prob
+
+
+class Computes(Protocol):
+    """What steps need of a `ModelRunner`."""
+
+    model: CausalLM
+    cache: KVCache
+    device: torch.device
+
+    @property
+    def reads_on_device(self) -> bool: ...
+
+    def exact(self) -> AbstractContextManager[None]: ...
+
+    def hidden_states(self, inputs: ForwardInputs) -> torch.Tensor: ...
 
 
 @dataclass(eq=False)
@@ -84,7 +99,7 @@ class DecodeState:
 class DecodeSteps:
     """Makes steps for one runner: by graphs if it has a pool for them. One run at a time."""
 
-    def __init__(self, runner: ModelRunner, pool: GraphPool | None) -> None:
+    def __init__(self, runner: Computes, pool: GraphPool | None) -> None:
         self._runner = runner
         self._pool = pool
         self._states: dict[tuple[int, int], DecodeState] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llm_runtime.engine.decode_steps import DecodeRow, DecodeRun, DecodeSteps
 from llm_runtime.engine.graphs import size_for
-from llm_runtime.engine.sampler import draws_plainly
+from llm_runtime.engine.sampler import divisor, draws_plainly
 from llm_runtime.engine.scheduler import Chunk, Scheduler
 from llm_runtime.engine.sequence import Sequence
 
@@ -28,9 +28,9 @@ def may_run(chunks: Items[Chunk]) -> bool:
 
 def _is_plain(sequence: Sequence) -> bool:
     request = sequence.request
-    others = request.top_logprobs_num or request.token_ids_logprob
     scored = sequence.next_scored >= sequence.num_prompt
-    return draws_plainly(request.sampling) and not others and scored and sequence.num_output < sequence.max_new_tokens
+    goes_on = scored and sequence.num_output < sequence.max_new_tokens
+    return draws_plainly(request.sampling) and not request.asks_for_others and goes_on
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,11 @@ class Overlap:
         """Steps that are launched and not collected."""
         return len(self._flying)
 
-    def launch(self, version: str, *, admit: bool) -> bool:
+    def launch(self, version: str, *, admit: bool) -> None:
         """Launches steps as far ahead as may be. Not, if a waiting sequence could begin instead (with `admit`), if
         the rows left fit a smaller size, or if somebody would have to give way for a page."""
-        launched = False
         while self.in_flight < DEPTH and not (admit and self._scheduler.may_admit()) and self._provide():
             self._launch(version)
-            launched = True
-        return launched
 
     def collect(self) -> Drawn:
         """Waits for the earliest step in flight."""
@@ -102,7 +99,5 @@ def _goes_on(sequence: Sequence, ahead: int) -> bool:
 
 def _row(sequence: Sequence) -> DecodeRow:
     params = sequence.request.sampling
-    temperature = 1.0 if params.greedy else params.temperature
-    return DecodeRow(
-        sequence.tokens[-1], len(sequence.tokens) - 1, sequence.pages, sequence.request.seed, temperature, params.greedy
-    )
+    last, seed = len(sequence.tokens) - 1, sequence.request.seed
+    return DecodeRow(sequence.tokens[-1], last, sequence.pages, seed, divisor(params), params.greedy)

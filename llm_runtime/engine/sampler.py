@@ -44,7 +44,8 @@ class Drawing(Protocol):
 @dataclass(frozen=True)
 class Drawn:
     """The tokens `[B]`, and the log-prob of each in the distribution that it was drawn from, before top_k, top_p and
-    min_p; NaN if the row's logits are no numbers. logits: `[B, V]`, tempered by `params`."""
+    min_p; NaN if the row's logits are no numbers. logits: `[B, V]`, before they are
+    divided by the temperatures of `params`."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -82,8 +83,13 @@ def distribution(logits: torch.Tensor, params: Rows[SamplingParams]) -> torch.Te
 
 
 def temperatures(params: Rows[SamplingParams], device: torch.device) -> torch.Tensor:
-    """What each row's logits are divided by, `[B]` fp32; a greedy row's by 1."""
-    return torch.tensor([1.0 if p.greedy else p.temperature for p in params], dtype=torch.float32, device=device)
+    """What each row's logits are divided by, `[B]` fp32."""
+    return torch.tensor([divisor(p) for p in params], dtype=torch.float32, device=device)
+
+
+def divisor(params: SamplingParams) -> float:
+    """What a row's logits are divided by: the temperature; of a greedy row 1."""
+    return 1.0 if params.greedy else params.temperature
 
 
 def draws_plainly(params: SamplingParams) -> bool:

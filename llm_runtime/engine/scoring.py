@@ -50,7 +50,7 @@ def plan_step(chunks: Items[Chunk], page_size: int) -> StepPlan:
 
 def note_drawn(drawn: Drawn, taken: Items[tuple[int, Sequence]]) -> None:
     """Keeps what was asked for of the drawn tokens' log-probs: of those rows, for those sequences."""
-    whole = [(row, sequence) for row, sequence in taken if sequence.wants_scores and _wants_others(sequence)]
+    whole = [(row, sequence) for row, sequence in taken if sequence.wants_scores and sequence.request.asks_for_others]
     rows = drawn.distribution([row for row, _ in whole]) if whole else None
     tops = _tops(rows, [sequence for _, sequence in whole]) if rows is not None else []
     for row, sequence in taken:
@@ -62,11 +62,6 @@ def note_drawn(drawn: Drawn, taken: Items[tuple[int, Sequence]]) -> None:
             sequence.output_top.append(tops[i][: request.top_logprobs_num])
         if request.token_ids_logprob and rows is not None:
             sequence.output_ids_scored.append(_of_ids(rows[i], request.token_ids_logprob))
-
-
-def _wants_others(sequence: Sequence) -> bool:
-    """Whether log-probs of other tokens than the drawn ones are asked for."""
-    return bool(sequence.request.top_logprobs_num or sequence.request.token_ids_logprob)
 
 
 def note_scored(logits: torch.Tensor, places: Items[tuple[Sequence, int]]) -> None:

@@ -16,7 +16,7 @@ from llm_runtime.models.base import CausalLM
 from llm_runtime.models.loading import load_model
 
 LARGEST_GRAPH = 512  # sequences; larger batches keep a GPU busy without
-PREFILL_TOKENS = {"cuda": 16_384}  # of a step; fewer leave a GPU waiting for the host, which launches every kernel
+GPU_PREFILL_TOKENS = 16_384  # of a step; fewer leave a GPU waiting for the host, which launches every kernel
 CPU_PREFILL_TOKENS = 4096
 CPU_TOKENS = 65_536  # of the KV cache on a CPU, unless the configuration says
 
@@ -107,7 +107,7 @@ def pages_for(model: CausalLM, config: LLMConfig, *, draft: CausalLM | None = No
 
 def prefill_tokens(config: LLMConfig, device: torch.device) -> int:
     """Prompt tokens that one step computes at most."""
-    return config.max_prefill_tokens or PREFILL_TOKENS.get(device.type, CPU_PREFILL_TOKENS)
+    return config.max_prefill_tokens or (GPU_PREFILL_TOKENS if device.type == "cuda" else CPU_PREFILL_TOKENS)
 
 
 def bytes_per_page(model: CausalLM, page_size: int) -> int:
