@@ -1,17 +1,10 @@
-"""Between host and device, without anybody waiting: what a step needs goes there, what a reply needs comes back."""
+"""From the device to the host without anybody waiting: when something is done, and copies that a reply needs."""
 
 from __future__ import annotations
 
 import time
 
 import torch
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device. The caller doesn't wait for what a GPU still has to do, and may change `tensor`."""
-    if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Moment:

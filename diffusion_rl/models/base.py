@@ -30,11 +30,11 @@ from diffusion_rl.parallel.tensor import TensorParallel, TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue, DenoisingEnv
 from diffusion_rl.schedulers import RolloutSchedulerMixin
-from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan, exact_forward
 from rl_kernels.certify import Certificate
 from rl_kernels.mode import EXACT, Choices, exact_mode
+from rl_kernels.staging import to_device
 
 SMALLEST_SIGMA = 1e-6  # below it 1 / sigma leaves fp32
 DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults that differ from the pipeline class's own

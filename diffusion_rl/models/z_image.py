@@ -16,9 +16,9 @@ from diffusion_rl.parallel.sequence import IMAGE, TEXT, SequenceSpec, Stage, Tok
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue
-from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
 from rl_kernels import AttentionPlan
+from rl_kernels.staging import to_device
 
 PATCH = 2  # side of a token's square of latent pixels; a transformer may have others, the pipeline knows this one
 DEFAULT_SIDE = 1024  # pixels, of the pipeline's call; less where the position embeddings end before

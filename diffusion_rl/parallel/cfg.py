@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffusion_rl.batch import Conditioning, Rows
-from diffusion_rl.transfer import to_device
 from engine_control.groups import RankGroup
+from rl_kernels.staging import to_device
 
 Forward = Callable[[Rows], torch.Tensor]
 GuidancePass = Callable[[Forward, Rows, Rows], tuple[torch.Tensor, torch.Tensor]]

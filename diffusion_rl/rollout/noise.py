@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from diffusion_rl.transfer import to_device
+from rl_kernels.staging import to_device
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

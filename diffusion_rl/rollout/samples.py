@@ -27,8 +27,8 @@ from diffusion_rl.rollout.schedule import make_schedule
 from diffusion_rl.rollout.transition import advance, round_to_storage
 from diffusion_rl.sample import ResumeState
 from diffusion_rl.schedulers import step_kinds
-from diffusion_rl.transfer import to_device
 from engine_control.errors import InvalidRequestError
+from rl_kernels.staging import to_device
 
 
 def plan_request(

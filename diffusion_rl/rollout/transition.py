@@ -13,7 +13,7 @@ from diffusion_rl.rollout.queue import SampleState
 from diffusion_rl.rollout.schedule import ODE
 from diffusion_rl.schedulers import step_kinds
 from diffusion_rl.schedulers.base import StepTerms, log_prob
-from diffusion_rl.transfer import to_device
+from rl_kernels.staging import to_device
 
 _STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rl_kernels.fused import ALIGNMENT, triton_is_installed
+from rl_kernels.staging import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,15 @@ class TritonWeights:
         )
         shape = {"ROWS": BLOCK // ROW, "ROW": ROW, "COLUMNS": COLUMNS, "PADDED": PADDED, "SLICE": SLICE}
         with self._current():
-            kernel[(len(owner),)](self._on_device(table), factors, sums, len(owner), **shape, num_warps=4, num_stages=4)
+            kernel[(len(owner),)](
+                to_device(torch.from_numpy(table), self.device),
+                factors,
+                sums,
+                len(owner),
+                **shape,
+                num_warps=4,
+                num_stages=4,
+            )
 
     def replace(
         self, lives: Sequence[torch.Tensor], news: Sequence[torch.Tensor], olds: Sequence[int] | None
@@ -108,15 +117,10 @@ class TritonWeights:
         table[3] = np.minimum(table[3] - offset // size, BLOCK // size)
         shape = {"ITEM": _integer(size), "ITEMS": BLOCK // size, "PART": PART // size, "KEEP": olds is not None}
         with self._current():
-            kernel[(len(owner),)](self._on_device(table), bad, len(owner), **shape, num_warps=8)
+            kernel[(len(owner),)](
+                to_device(torch.from_numpy(table), self.device), bad, len(owner), **shape, num_warps=8
+            )
         return bad
-
-    def _on_device(self, table: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Without waiting for what the device is doing."""
-        host = torch.from_numpy(table)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
 
     def _current(self) -> Any:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -21,6 +21,7 @@ from llm_runtime.engine.sampler import noise_keys_of, seed_keys
 from llm_runtime.models.base import CausalLM
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.paged_attention import PagedPlan
+from rl_kernels.staging import to_device
 
 RESULTS = 2  # a token, and its log-prob
 
@@ -219,5 +220,4 @@ class DecodeRun:
 
 def _staged(numbers: list[list[int]], device: torch.device) -> torch.Tensor:
     """Rows of int64 on the device, without waiting for what it computes."""
-    host = torch.tensor(numbers, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return to_device(torch.tensor(numbers, dtype=torch.int64), device)
