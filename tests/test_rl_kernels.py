@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
 from rl_kernels.attention import Padding
+from rl_kernels.fused import empty_rows
 from rl_kernels.linear import padded_rows, padded_to, quick_sizes
+from rl_kernels.mode import observing
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -214,3 +216,26 @@ def test_rows_that_are_padded_to_other_numbers_keep_their_bits(dtype: torch.dtyp
         assert torch.equal(product(x[:rows], weight, bias), whole[:rows]), rows
     assert product(x[:6].view(2, 3, 128), weight).shape == (2, 3, 192)
     assert quick_sizes(128, 192, dtype, x.device) == ()  # there is nothing to choose on a CPU
+
+
+def test_rows_with_room_behind_them_are_padded_where_they_are() -> None:
+    torch.manual_seed(0)
+    weight, rows = torch.randn(192, 128), torch.randn(6, 128)
+    expected = padded_rows(rows, weight)
+    multiplied: list[torch.Tensor] = []
+
+    def observe(function: object, args: tuple[torch.Tensor, ...], kwargs: object) -> None:
+        if function is F.linear:
+            multiplied.append(args[0])
+
+    with observing(observe), exact_mode():
+        for x in (empty_rows(rows, 6, 128), empty_rows(rows, 6, 2, 64).flatten(1)):
+            x.untyped_storage().fill_(255)  # NaN
+            x.copy_(rows)
+            assert torch.equal(padded_to((80,))(x, weight), expected)
+            assert multiplied[-1].shape == (80, 128)
+            assert multiplied[-1].data_ptr() == x.data_ptr()
+        for x in (rows, rows.t().contiguous().t(), empty_rows(rows, 6, 256)[:, :128].copy_(rows)):
+            assert torch.equal(padded_to((80,))(x, weight), expected)
+            assert multiplied[-1].shape == (80, 128)
+            assert multiplied[-1].data_ptr() != x.data_ptr()

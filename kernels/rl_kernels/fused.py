@@ -31,6 +31,7 @@ UNIT = 16  # strides reach a kernel in units of so many elements, so that it may
 ALIGNMENT = 16  # bytes that one vector load reads
 MAX_BLOCK = 16384  # elements of a row that one program holds in registers
 ELEMENTS_PER_THREAD = 16
+FEW_ROWS = 128  # the most that a linear layer's rows are padded to; behind fewer, `empty_rows` leaves room
 COMPILED = {"enable_fp_fusion": False}
 
 _interpreted: ContextVar[bool] = ContextVar("kernels run on CPU tensors", default=False)
@@ -81,6 +82,12 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def units(x: torch.Tensor, dimension: int) -> int:
     """The stride of a dimension in units of `UNIT` elements; 0 where the dimension has one entry only."""
     return x.stride(dimension) // UNIT if x.shape[dimension] > 1 else 0
+
+
+def empty_rows(like: torch.Tensor, count: int, *shape: int) -> torch.Tensor:
+    """`[count, *shape]` for a kernel to write, of `like`'s dtype and device. Behind few rows the memory goes on, so
+    that a linear layer that pads them reads on there instead of copying them."""
+    return like.new_empty(max(count, FEW_ROWS), *shape)[:count]
 
 
 def block_of(width: int) -> int:

@@ -14,11 +14,13 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.fused import FEW_ROWS
+
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 ROWS = 16  # fp32: from 4 rows a thread gets, a row's bits stop changing; bf16: threads must not get an odd row
 TILE = 192
-FEW = (16, 32, 48, 64, 80, 96, 128)  # numbers of rows to which fewer may be padded
+FEW = (16, 32, 48, 64, 80, 96, FEW_ROWS)  # numbers of rows to which fewer may be padded
 WORTH = 1.15  # how much longer a product of fewer rows may take; GPU timings are as near as that
 TIMED = 10  # calls
 MAX_CPU_K = 512  # fp32 on CPU: from K = 1024 on, few rows make the library split the sum over its threads
@@ -63,11 +65,22 @@ def padded_to(sizes: tuple[int, ...]) -> Linear:
         size = next((size for size in sizes if size >= count), count)
         if size == count:
             return padded_rows(x, weight, bias)
-        rows = x.new_empty(size, x.shape[-1])  # what is in the others, nobody sees
-        rows[:count].copy_(x.reshape(-1, x.shape[-1]))
+        rows = _with_rows_behind(x.reshape(-1, x.shape[-1]), size)
         return padded_rows(rows, weight, bias)[:count].reshape(*x.shape[:-1], weight.shape[0])
 
     return product
+
+
+def _with_rows_behind(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """The rows, and as many more as make `size`; what is in those, nobody sees. Nothing is copied where the memory goes
+    on behind them, as behind `empty_rows`."""
+    count, width = rows.shape
+    end = (rows.storage_offset() + size * width) * rows.element_size()
+    if rows.is_contiguous() and end <= rows.untyped_storage().nbytes():
+        return rows.as_strided((size, width), (width, 1))
+    wider = rows.new_empty(size, width)
+    wider[:count].copy_(rows)
+    return wider
 
 
 @cache

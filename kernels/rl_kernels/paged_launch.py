@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_kernels.fused import ELEMENTS_PER_THREAD, block_of, launch, units
+from rl_kernels.fused import ELEMENTS_PER_THREAD, block_of, empty_rows, launch, units
 
 if TYPE_CHECKING:
     from rl_kernels.paged_attention import PagedPlan
@@ -155,7 +155,7 @@ def _attend_whole(
     """A program for so many rows of a sequence and a kv head. The grids depend on the plan's host numbers alone."""
     from rl_kernels.jit.paged_attention import paged_attention as kernel
 
-    out = query.new_empty(query.shape)
+    out = empty_rows(query, *query.shape)
     shared = block_of(query.shape[1] // key_cache.shape[1])
     tokens = tuple(block.rows // shared for block in blocks)
     for own in launches(plan, tokens):
@@ -197,7 +197,7 @@ def _attend_splits(
         **constants,
         **_compiled(blocks[0]),
     )
-    out = query.new_empty(query.shape)
+    out = empty_rows(query, *query.shape)
     names = ("SCALE", "KV_HEADS", "SHARED", "BLOCK_SHARED", "SPLIT", "HEAD_DIM", "BLOCK_D")
     launch(
         merge_splits,

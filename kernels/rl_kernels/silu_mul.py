@@ -13,6 +13,7 @@ from rl_kernels.fused import (
     block_of,
     check_dtypes,
     differentiable,
+    empty_rows,
     launch,
     readable,
     runs_on_triton,
@@ -53,7 +54,7 @@ def _launch(gate_up: torch.Tensor) -> tuple[torch.Tensor]:
 
     x = readable(gate_up)
     count, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(count, width)
+    out = empty_rows(x, count, width)
     block = min(block_of(width), BLOCK)
     launch(
         kernel,
