@@ -73,7 +73,7 @@ def on_ranks(size: int, work: Callable[[GlooRank], Any]) -> list[Any]:
 
 @torch.no_grad()
 def logits(model: CausalLM) -> torch.Tensor:
-    return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), DenseAttention(model)))
+    return model.compute_logits(model(TOKENS, torch.arange(len(TOKENS)), DenseAttention(model))).float()
 
 
 def load(folder: Path, **config: Any) -> CausalLM:

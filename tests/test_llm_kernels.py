@@ -291,6 +291,10 @@ def test_a_drawn_tokens_log_prob_is_that_of_the_whole_row() -> None:
     assert torch.equal(tokens[2:], logits[2:].argmax(-1))
     logits[1, 17] = torch.nan
     assert draw_tokens(logits, temperatures, keys, greedy)[1].isnan().tolist() == [False, True, False, False]
+    half = logits.bfloat16()
+    for ours, widened in zip(*(draw_tokens(x, temperatures, keys, greedy) for x in (half, half.float())), strict=True):
+        assert ours.dtype == widened.dtype
+        assert torch.equal(ours.nan_to_num(7), widened.nan_to_num(7))
 
 
 def test_operations_refuse_what_does_not_fit() -> None:
@@ -305,5 +309,7 @@ def test_operations_refuse_what_does_not_fit() -> None:
         row_log_softmax(x.bfloat16())
     with pytest.raises(ValueError, match=r"keys of shape \(3,\)"):
         draw_tokens(x, torch.ones(3), torch.zeros(2).long(), torch.zeros(3).bool())
+    with pytest.raises(ValueError, match=r"temperatures in torch.float32, got torch.bfloat16"):
+        draw_tokens(x.bfloat16(), torch.ones(3).bfloat16(), torch.zeros(3).long(), torch.zeros(3).bool())
     with pytest.raises(ValueError, match=r"ids of shape \[3, k\]"):
         gather_log_probs(x, torch.zeros(2, 1).long())

@@ -315,6 +315,34 @@ def test_a_drawn_tokens_log_prob_is_that_of_the_whole_row() -> None:
     assert draw_tokens(logits, temperatures, keys, greedy)[1].isnan().tolist() == [False, True, *[False] * 5]
 
 
+@runs
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES, ids=str)
+def test_a_token_is_that_of_the_greatest_sum_whatever_the_logits_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat and steep ones, two that matter in blocks of their own, and such with infinities; cold and hot."""
+    width, count = (1001, 8) if INTERPRETED else (151_936, 64)
+    if INTERPRETED:  # blocks enough
+        for module in ("draw_tokens", "log_softmax_gather"):
+            monkeypatch.setattr(importlib.import_module(f"rl_kernels.{module}"), "BLOCK", 256)
+    noise = torch.randn(count, width)
+    two = torch.full((count, width), -torch.inf)
+    two[:, width // 5], two[:, -5] = 0, -1.2
+    steep = torch.arange(width).expand(count, -1) % 1111 * 0.5
+    certain = noise.clone()
+    certain[:, [width // 2, width - 5]] = torch.inf
+    cases = [(noise * 0, 0.7), *((two, t) for t in (1.0, 0.9, 0.8)), (steep, 1e-6), (noise, 100.0), (certain, 1.0)]
+    greedy = (torch.arange(count) % 4 == 1).to(DEVICE)
+    for logits, temperature in cases:
+        x, temperatures = logits.to(DEVICE, dtype).contiguous(), torch.full((count,), temperature, device=DEVICE)
+        keys = torch.randint(-(2**63), 2**63 - 1, (count,)).to(DEVICE)
+        tempered = x.float() / temperatures[:, None]
+        tokens, log_probs = draw_tokens(x, temperatures, keys, greedy)
+        assert torch.equal(tokens, torch.where(greedy, tempered.argmax(-1), gumbel_argmax(tempered, keys)))
+        expected = row_log_softmax(tempered).gather(1, tokens[:, None])[:, 0]
+        assert torch.equal(log_probs.nan_to_num(7), expected.nan_to_num(7))
+
+
 # --- compiled without a GPU -----------------------------------------------------------------------------------------
 
 
@@ -339,16 +367,17 @@ def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
         ("log_softmax_gather", "log_softmax", row, warps_for(4096)),
         ("log_softmax_gather", "gather_log_probs", {**row, "BLOCK_IDS": 64}, warps_for(4096)),
         ("gumbel_argmax", "gumbel_argmax", row, warps_for(4096)),
-        ("draw_tokens", "best_of_blocks", row, warps_for(4096)),
+        ("draw_tokens", "bounds_of_blocks", row, warps_for(4096)),
         ("draw_tokens", "totals_of_blocks", {**row, "BLOCKS": 64}, warps_for(4096)),
-        ("draw_tokens", "draw_tokens", {"WIDTH": vocabulary, "BLOCKS": 64}, warps_for(16)),
+        ("draw_tokens", "draw_tokens", {**row, "BLOCKS": 64}, warps_for(8192)),
     ]
 
 
-FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best")
+FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best", "bounds", "temperatures", "log_probs")
 LONG = ("slots", "positions", "ids", "tokens", "drawn")
 INTEGERS = {"greedy": "*u8", "pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
-LOGARITHMS = ("log_softmax_gather", "gumbel_argmax", "draw_tokens")  # in fp32, whatever the model's dtype
+IN_FP32 = ("log_softmax_gather", "gumbel_argmax")  # whatever the model's dtype
+LOGARITHMS = (*IN_FP32, "draw_tokens")
 
 
 def compiled_alone(file: str, name: str, dtype: str, constants: dict[str, Any], **options: int) -> Any:
@@ -392,7 +421,7 @@ def spilled(found: Any, folder: Path) -> int:
 def test_a_kernel_compiles_without_spills_or_fused_multiply_adds(
     file: str, name: str, constants: dict[str, Any], warps: int, dtype: str, tmp_path: Path
 ) -> None:
-    own = "fp32" if file in LOGARITHMS else dtype
+    own = "fp32" if file in IN_FP32 else dtype
     found = compiled_alone(file, name, own, constants, num_warps=warps)
     if file not in LOGARITHMS:  # a logarithm is made of them
         assert not re.search(r"\bfma\.", found.asm["ptx"])

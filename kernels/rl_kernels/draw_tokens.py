@@ -17,17 +17,20 @@ from rl_kernels.log_softmax_gather import BLOCK, row_log_softmax
 def draw_tokens(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, greedy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[N]` int64 and log-probs `[N]` fp32 of logits `[N, V]` fp32 (-inf: never drawn).
+    """Tokens `[N]` int64 and log-probs `[N]` fp32 of logits `[N, V]` (-inf: never drawn), which count as fp32.
 
     temperatures `[N]` fp32, positive; keys `[N]` int64, the noise's; greedy `[N]` bool: rows without noise. Of equally
     large sums the lower token is taken. A row with a NaN, or without any number, has the log-prob NaN.
 
     Raises:
-        ValueError: logits that aren't a matrix in fp32, or others that aren't one number a row.
+        ValueError: logits that aren't a matrix in bf16, fp16 or fp32, or others that aren't one number a row
+            (temperatures in fp32).
     """
-    check_dtypes("draw_tokens", logits=logits, temperatures=temperatures)
-    if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"draw_tokens takes logits [N, V] in fp32, got {tuple(logits.shape)} in {logits.dtype}")
+    check_dtypes("draw_tokens", logits=logits)
+    if logits.dim() != 2:
+        raise ValueError(f"draw_tokens takes logits [N, V], got {tuple(logits.shape)}")
+    if temperatures.dtype != torch.float32:
+        raise ValueError(f"draw_tokens takes temperatures in torch.float32, got {temperatures.dtype}")
     for name, numbers in (("temperatures", temperatures), ("keys", keys), ("greedy", greedy)):
         check_shape("draw_tokens", name, numbers, (len(logits),))
     if not logits.numel() or not runs_on_triton(logits, UNIT):
@@ -38,7 +41,7 @@ def draw_tokens(
 def _twin(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, greedy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits / temperatures[:, None]
+    scores = logits.float() / temperatures[:, None]
     log_probs = row_log_softmax(scores)
     noisy = (~greedy).nonzero()[:, 0]
     if len(noisy):  # a greedy batch is spared the noise
@@ -55,16 +58,14 @@ def _launch(
     rows, width = logits.shape
     block = min(block_of(width), BLOCK)
     blocks = -(-width // block)
-    tops, totals, best = (logits.new_empty(rows, blocks) for _ in range(3))
-    tokens = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
-    drawn, log_probs = tokens.new_empty(rows), logits.new_empty(rows)
+    tops, bounds, totals = (temperatures.new_empty(rows, blocks) for _ in range(3))
+    drawn, log_probs = torch.empty_like(keys), torch.empty_like(temperatures)
     sizes = {"WIDTH": width, "BLOCK": block}
     held = {"BLOCKS": block_of(blocks)}
-    flags = greedy.view(torch.uint8)
-    launch(
-        jit.best_of_blocks, (rows, blocks), logits, temperatures, keys, flags, tops, best, tokens, **sizes, block=block
-    )
+    noise = keys, greedy.view(torch.uint8)
+    launch(jit.bounds_of_blocks, (rows, blocks), logits, temperatures, *noise, tops, bounds, **sizes, block=block)
     launch(jit.totals_of_blocks, (rows, blocks), logits, temperatures, tops, totals, **sizes, **held, block=block)
-    results = (tops, totals, best, tokens, drawn, log_probs)
-    launch(jit.draw_tokens, (rows,), logits, temperatures, *results, blocks, WIDTH=width, **held, block=UNIT)
+    results = (tops, bounds, totals, drawn, log_probs)
+    # A row waits for its only program: with twice the warps.
+    launch(jit.draw_tokens, (rows,), logits, temperatures, *noise, *results, blocks, **sizes, **held, block=2 * block)
     return drawn, log_probs

@@ -133,7 +133,7 @@ class ModelRunner:
         """The logits of hidden states, `[<= LOGIT_ROWS, vocab_size]` (fp32) at a time."""
         for rows in hidden.split(LOGIT_ROWS) if len(hidden) else ():
             with self.exact(), torch.autocast(self.device.type, enabled=False):
-                yield self.model.compute_logits(rows)
+                yield self.model.compute_logits(rows).float()
 
     def _on_device(self, *values: list[int]) -> list[torch.Tensor]:
         return [torch.tensor(v, dtype=torch.int64, device=self.device) for v in values]

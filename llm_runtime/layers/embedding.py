@@ -42,6 +42,6 @@ class VocabularyHead(VocabularyEmbedding):
     """Logits of every token."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[M, hidden_size]` -> `[M, vocab_size]` fp32, computed in the weight's dtype, whole on each rank."""
+        """`[M, hidden_size]` -> `[M, vocab_size]` in the weight's dtype, whole on each rank."""
         logits = self.product(hidden_states, self.weight, None)
-        return (logits if self.share.parts == 1 else self.tensor_parallel.all_gather(logits)).float()
+        return logits if self.share.parts == 1 else self.tensor_parallel.all_gather(logits)

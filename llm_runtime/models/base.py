@@ -95,7 +95,7 @@ class CausalLM(torch.nn.Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[M, hidden_size]` -> `[M, vocab_size]` in fp32, whole on each rank."""
+        """`[M, hidden_size]` -> `[M, vocab_size]` in the model's dtype, whole on each rank."""
 
     @abstractmethod
     def refit_target(self) -> RefitTarget:

@@ -28,11 +28,17 @@ def _exponential(u: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def noisy(score: tl.tensor, token: tl.tensor, key: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """score + Gumbel noise, which is a function of (key, token)."""
+def counted(token: tl.tensor, key: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Numbers between 1 and 2^32, functions of (key, token)."""
     low, high = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     bits = _finalised(_finalised((token.to(tl.uint32) * tl.full([BLOCK], 0x9E3779B1, tl.uint32)) ^ low) ^ high)
-    uniform = tl.minimum((bits.to(tl.float32) + 1.0) * 2.3283064365386963e-10, BELOW_ONE)
+    return bits.to(tl.float32) + 1.0
+
+
+@triton.jit
+def noisy(score: tl.tensor, token: tl.tensor, key: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """score + Gumbel noise, which is a function of (key, token)."""
+    uniform = tl.minimum(counted(token, key, BLOCK) * 2.3283064365386963e-10, BELOW_ONE)
     return score - tl.log(_exponential(uniform))
 
 
