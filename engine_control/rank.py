@@ -36,8 +36,6 @@ from engine_control.weight_kernels import WeightKernels
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = 256  # tensors that are applied by one launch, where a transport keeps them so long
-
 
 class RankCommand(msgspec.Struct, tag="control", frozen=True):
     """One command to every rank. `arguments` are plain data and tensors, what a wire message can carry."""
@@ -166,8 +164,7 @@ class RankControl:
         with self._received(transport, info) as items:
             if how is not None:
                 return self._apply(merges.merging(items, how, session.modules))
-            at_once = TOGETHER if self._transport(transport).keeps_tensors(info) else 1
-            return self._apply(merges.whole(items, session.modules), at_once=at_once)
+            return self._apply(merges.whole(items, session.modules))
 
     def _unmerge(self, modules: list[str]) -> dict[str, Any]:
         self._merges.begin_call()
@@ -177,9 +174,9 @@ class RankControl:
         finally:
             self._engine.synchronize()
 
-    def _apply(self, items: Iterator[WeightItem], *, at_once: int = 1) -> dict[str, Any]:
+    def _apply(self, items: Iterator[WeightItem]) -> dict[str, Any]:
         try:
-            received = self._open().update(items, at_once=at_once)
+            received = self._open().update(items)
         except BaseException:
             self._merges.undo_last_call()
             raise

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,11 +116,15 @@ def place_of(kernels: WeightKernels | None) -> torch.device:
     return CPU if kernels is None else kernels.device
 
 
+def together(new: dict[str, torch.Tensor]) -> list[WeightItem]:
+    return [WeightItem(None, name, tensor, more=True) for name, tensor in new.items()]
+
+
 def test_weights_digests_and_an_undo_are_the_same_whoever_writes(kernels: WeightKernels | None) -> None:
     module = Weights(place_of(kernels))
     before, new = bytes_of(dict(module.state_dict())), module.new()
     session = RefitSession(ModuleTarget({"m": module}), ["m"], kernels=kernels)
-    session.update([WeightItem(None, n, t) for n, t in new.items()], at_once=256)
+    session.update(together(new))
     assert bytes_of(dict(module.state_dict())) == bytes_of(new)
     assert session.verify() == checksum.device_digests((f"m.{n}", t.cpu()) for n, t in new.items())
     session.undo()
@@ -137,8 +141,23 @@ def test_a_number_that_is_none_is_refused_by_name_and_nothing_has_changed(
     new[name][(-1,) * new[name].dim()] = value
     session = RefitSession(ModuleTarget({"m": module}), ["m"], kernels=kernels)
     with pytest.raises(RefitRefusedError, match=f"weight '{name}' of 'm': it holds NaN or infinity"):
-        session.update([WeightItem(None, n, t) for n, t in new.items()], at_once=256)
+        session.update(together(new))
     assert bytes_of(dict(module.state_dict())) == before
+
+
+def test_one_launch_writes_what_stays_valid_together_and_no_more() -> None:
+    module = torch.nn.ParameterDict({str(i): torch.zeros(8) for i in range(5)})
+    kernels, launches = PlainKernels(), []
+    new = {name: torch.full((8,), float(name)) for name in module}
+
+    def items() -> Iterator[WeightItem]:
+        for name, tensor in new.items():
+            yield WeightItem(None, name, tensor, more=name in "013")
+            launches.append(kernels.launches)
+
+    RefitSession(ModuleTarget({"m": module}), ["m"], kernels=kernels).update(items())
+    assert launches == [0, 0, 1, 1, 2]
+    assert bytes_of(dict(module.state_dict())) == bytes_of(new)
 
 
 @pytest.mark.parametrize("launches", [0, 1, 2])
@@ -148,7 +167,7 @@ def test_a_launch_that_fails_leaves_all_weights_as_they_were(launches: int) -> N
     kernels = PlainKernels(broken_after=launches)
     session = RefitSession(ModuleTarget({"m": module}), ["m"], kernels=kernels)
     with pytest.raises(RuntimeError, match="no kernel"):
-        session.update([WeightItem(None, n, t) for n, t in new.items()], at_once=256)
+        session.update(together(new))
     assert kernels.launches == launches
     assert bytes_of(dict(module.state_dict())) == before
 
@@ -190,7 +209,7 @@ def test_without_an_undo_the_kernels_keep_nothing(kernels: WeightKernels | None)
     module = Weights(place_of(kernels))
     new = module.new()
     session = RefitSession(ModuleTarget({"m": module}), ["m"], undo=False, kernels=kernels)
-    session.update([WeightItem(None, n, t) for n, t in new.items()], at_once=256)
+    session.update(together(new))
     session.verify()
     session.commit()
     assert bytes_of(dict(module.state_dict())) == bytes_of(new)

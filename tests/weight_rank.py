@@ -32,7 +32,7 @@ def answer(kept: dict[Any, WeightTransport], command: dict[str, Any], rank: int,
         return call(command["info"])
     items, stop_after = [], command.get("stop_after")
     stream = call(command["info"])
-    for module, tensor_name, tensor in stream:
+    for module, tensor_name, tensor, _ in stream:
         data = base64.b64encode(bytes(as_bytes(tensor).cpu().numpy())).decode()
         items.append([module, tensor_name, str(tensor.dtype), list(tensor.shape), data])
         if len(items) == stop_after:

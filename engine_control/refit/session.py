@@ -25,6 +25,7 @@ from engine_control.refit.undo import Key, UndoLog
 from engine_control.refit.writing import Applied, Looked, Writer, look, refuse_non_finite
 from engine_control.weight_kernels import WeightKernels
 
+TOGETHER = 256  # tensors that are applied by one launch, where they stay valid so long
 UndoPlace = Literal["device", "host", "shadow", "none"]
 
 
@@ -102,8 +103,8 @@ class RefitSession:
         return list(self._sent)
 
     @torch.no_grad()
-    def update(self, items: Iterable[WeightItem], *, at_once: int = 1) -> Received:
-        """Applies the tensors of one call. `at_once` of them are held and applied together, if they stay valid so long.
+    def update(self, items: Iterable[WeightItem]) -> Received:
+        """Applies the tensors of one call, those together that stay valid so long.
 
         Raises:
             RefitRefusedError: one of them is unknown, came before, or has another shape, another dtype or numbers that
@@ -124,7 +125,7 @@ class RefitSession:
                 self._last_call.append(key)
                 waiting.append((key, item.tensor))
                 nbytes += item.tensor.nbytes
-                if len(waiting) >= at_once:
+                if not item.more or len(waiting) >= TOGETHER:
                     looked += self._apply(waiting)
                     waiting = []
             looked += self._apply(waiting)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +27,7 @@ class Announced:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return byte_count(self.shape, self.dtype)
 
@@ -85,14 +87,15 @@ def refuse_modes(info: Mapping[str, Any]) -> None:
 
 
 def load_format(info: Mapping[str, Any], context: TransportContext, known: Sequence[str]) -> tuple[str | None, Loader]:
-    """The call's format (None for the transport's own), and what its tensors go through before they are handed on.
+    """The call's format (None for the transport's own), and what its tensors go through before they are handed on:
+    `as_is`, or a loader, which may keep tensors, or hand on one buffer again and again.
 
     Raises:
         RefitRefusedError: neither one of `known` nor a loader that the configuration allows.
     """
     name = info.get("load_format")
     if name is None or name in known:
-        return name, lambda named: named
+        return name, as_is
     if not isinstance(name, str) or name not in context.load_formats:
         allowed = [*known, *context.load_formats]
         raise RefitRefusedError(
@@ -102,6 +105,11 @@ def load_format(info: Mapping[str, Any], context: TransportContext, known: Seque
             hint=f"Known: null, {', '.join(allowed)}. Loaders of your own are allowed in the configuration.",
         )
     return None, _custom(name)
+
+
+def as_is(named: NamedTensors) -> NamedTensors:
+    """What came: all that the transport says of its memory holds."""
+    return named
 
 
 def _custom(path: str) -> Loader:
@@ -120,8 +128,8 @@ def _custom(path: str) -> Loader:
     return load
 
 
-def items(module: str | None, named: NamedTensors, *, field: str) -> Iterator[WeightItem]:
-    """The tensors as items of that module.
+def items(module: str | None, named: NamedTensors, *, field: str, more: bool = False) -> Iterator[WeightItem]:
+    """The tensors as items of that module. more: all of them stay valid until the call's end.
 
     Raises:
         RefitRefusedError: something is no name with a tensor.
@@ -131,7 +139,7 @@ def items(module: str | None, named: NamedTensors, *, field: str) -> Iterator[We
             raise RefitRefusedError("not a name and a tensor", field=field, value=type(pair).__name__)
         if not isinstance(pair[1], torch.Tensor):
             raise RefitRefusedError("its value is no tensor", field=pair[0], value=type(pair[1]).__name__)
-        yield WeightItem(module, *pair)
+        yield WeightItem(module, *pair, more=more)
 
 
 def of_rank(info: Mapping[str, Any], context: TransportContext) -> Mapping[str, Any]:
@@ -147,17 +155,31 @@ def of_rank(info: Mapping[str, Any], context: TransportContext) -> Mapping[str, 
     return {**shared, **each[context.rank]}
 
 
+@dataclass(frozen=True)
+class Said:
+    """Names, dtypes and shapes of an announcement as they came, and what they announce."""
+
+    fields: tuple[object, object, object] = (None, None, None)
+    tensors: Sequence[Announced] = ()
+
+
+def announced_again(info: Mapping[str, Any], last: Said) -> Said:
+    """`last`, if the call announces the same: a trainer does in each refit, and reading it takes time.
+
+    Raises:
+        RefitRefusedError: as `announced_tensors`.
+    """
+    fields = _fields(info)
+    return last if fields == last.fields else Said(deepcopy(fields), announced_tensors(info))
+
+
 def announced_tensors(info: Mapping[str, Any]) -> list[Announced]:
     """What `names`, `dtypes` (or `dtype_names`) and `shapes` announce.
 
     Raises:
         RefitRefusedError: they are of different lengths, or one of them is no name, dtype or shape.
     """
-    dtypes = info.get("dtypes") if info.get("dtypes") is not None else info.get("dtype_names")
-    names, dtypes, shapes = (
-        _list(values, field_name)
-        for field_name, values in (("names", info.get("names")), ("dtypes", dtypes), ("shapes", info.get("shapes")))
-    )
+    names, dtypes, shapes = map(_list, _fields(info), ("names", "dtypes", "shapes"))
     if not len(names) == len(dtypes) == len(shapes):
         raise RefitRefusedError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes",
@@ -171,6 +193,11 @@ def announced_tensors(info: Mapping[str, Any]) -> list[Announced]:
         Announced(name, dtype_named(dtype, field=name), shape_of(shape, field=name))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
+
+
+def _fields(info: Mapping[str, Any]) -> tuple[object, object, object]:
+    dtypes = info.get("dtypes") if info.get("dtypes") is not None else info.get("dtype_names")
+    return info.get("names"), dtypes, info.get("shapes")
 
 
 def _list(value: object, field_name: str) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 BACKENDS = ("nccl", "gloo")
 DEVICE_OF = {"nccl": "cuda", "gloo": "cpu"}  # the first device that torch makes the backend for
 POLL_S = 0.0005
-EAGER_POLLS = 1000  # without sleeping: most broadcasts take less than a millisecond
+EAGER_S = 0.05  # without sleeping: a GiB takes three milliseconds
 WATCHDOG_S = 7 * 24 * 3600.0  # NCCL's own deadline ends the process, so it never comes before ours
 
 
@@ -112,13 +112,12 @@ class BroadcastGroup:
 
     def _poll(self, work: Any) -> None:
         """Waits until the GPU has it. (NCCL's own wait only orders streams, and its deadline ends the process.)"""
-        deadline = time.monotonic() + self.meeting.timeout_s
-        polls = 0
+        began = time.monotonic()
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self.meeting.timeout_s:
                 raise BroadcastError(f"nothing came within {self.meeting.timeout_s:g} s")
-            polls += 1
-            time.sleep(0 if polls < EAGER_POLLS else POLL_S)
+            time.sleep(0 if waited < EAGER_S else POLL_S)
         work.wait()
 
 
@@ -167,4 +166,5 @@ def _nccl(store: PrefixStore, meeting: Meeting) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=WATCHDOG_S)
+    options.is_high_priority_stream = True  # or a broadcast waits until all of a copy beside it has begun
     return ProcessGroupNCCL(store, meeting.rank, meeting.world_size, options)

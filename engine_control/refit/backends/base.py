@@ -22,13 +22,15 @@ from engine_control.registry import Registry
 class WeightItem(NamedTuple):
     """A tensor on its way into the engine. `module` None: the one module that the call, or the session, is about.
 
-    The tensor may be the transport's own buffer: it is read before the next item is asked for, and not kept, unless the
-    transport says that the call `keeps_tensors`.
+    The tensor may be the transport's own buffer: it is read before the next item is asked for, and not kept. With
+    `more` it stays valid until the next item without has been read, or the call has ended, so that they can be applied
+    together.
     """
 
     module: str | None
     name: str
     tensor: torch.Tensor
+    more: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,6 @@ class WeightTransport(ABC):
 
     def __init__(self, context: TransportContext) -> None:
         self.context = context
-
-    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
-        """Whether all tensors of this call stay valid until its end, so that many can be applied together."""
-        return False
 
     def init(self, info: Mapping[str, Any]) -> None:
         """Opens a channel; called on all ranks at the same time, so it may meet the trainer and the other ranks.

@@ -19,9 +19,6 @@ def direct_info(named_tensors: Iterable[tuple[str, torch.Tensor]], module: str |
 class DirectTransport(WeightTransport):
     """`info["items"]` is a list of `[module or None, name, tensor]`."""
 
-    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
-        return True
-
     def receive(self, info: Mapping[str, Any]) -> Iterator[WeightItem]:
         items = info.get("items")
         if not isinstance(items, list):
@@ -31,4 +28,5 @@ class DirectTransport(WeightTransport):
                 raise RefitRefusedError(
                     "each item is [module, name, tensor]", field="items", hint="Make the fields by direct_info."
                 )
-            yield WeightItem(*item)
+            module, name, tensor = item
+            yield WeightItem(module, name, tensor, more=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import TCPStore
@@ -14,7 +16,9 @@ from engine_control.errors import ConflictError, InvalidRequestError, RefitRefus
 from engine_control.refit.backends._calls import (
     Announced,
     Loader,
-    announced_tensors,
+    Said,
+    announced_again,
+    as_is,
     items,
     load_format,
     of_rank,
@@ -26,12 +30,16 @@ from engine_control.refit.backends.base import TransportContext, WeightItem, Wei
 from engine_control.refit.payload.layout import (
     as_bytes,
     check_booleans,
-    piece,
+    of_bytes,
 )
 
 GROUP = "weight_update_group"
 PACKED_BYTES = 1 << 30  # of vLLM's packed form, unless the trainer says otherwise
 FLAT = "flattened_bucket"
+AHEAD = 2  # loads on their way at a time
+LOAD_BYTES = 256 << 20  # from which on a load is full
+LOAD_BROADCASTS = 64  # at most: a GPU's queue of launches is full after some hundreds, and then nobody can time out
+ALIGNMENT = 256  # bytes, of each broadcast in a load's buffer
 
 
 @dataclass
@@ -40,7 +48,7 @@ class Channel:
 
     group: BroadcastGroup
     packed_bytes: int | None = None
-    last: list[Announced] = field(default_factory=list)
+    last: Said = field(default_factory=Said)
 
 
 class DistributedTransport(WeightTransport):
@@ -87,12 +95,13 @@ class DistributedTransport(WeightTransport):
                 hint="Call init_weights_update_group first.",
             )
         form, loader = load_format(info, self.context, (FLAT,))
-        announced = announced_tensors(info) or channel.last
-        if not announced:
+        said = announced_again(info, channel.last)
+        if said.tensors:
+            channel.last = said
+        if not channel.last.tensors:
             raise RefitRefusedError("no tensor is announced", field="names", value=[])
-        channel.last = announced
         module = one_module(info, self.context)
-        chunks = _chunks(announced, channel.packed_bytes, flat=form == FLAT)
+        chunks = _chunks(channel.last.tensors, channel.packed_bytes, flat=form == FLAT)
         return self._received(name, channel, list(chunks), module, loader)
 
     def shutdown(self, info: Mapping[str, Any]) -> None:
@@ -118,10 +127,14 @@ class DistributedTransport(WeightTransport):
     def _received(
         self, name: str, channel: Channel, chunks: list[list[Announced]], module: str | None, loader: Loader
     ) -> Iterator[WeightItem]:
-        stream = _Stream(channel.group, chunks)
+        stream = _Stream(channel.group, chunks, module, reuse=loader is as_is)
         try:
-            yield from items(module, loader(stream.tensors()), field="names")
-            stream.drain()  # what a loader did not ask for
+            if loader is as_is:
+                yield from stream.items()
+            else:
+                named = ((item.name, item.tensor) for item in stream.items())
+                yield from items(module, loader(named), field="names")
+                stream.drain()  # what the loader did not ask for
         except BroadcastError as error:
             self._channels.pop(name, None)
             channel.group.close()
@@ -140,10 +153,11 @@ class DistributedTransport(WeightTransport):
                 torch.cuda.synchronize(self.context.device)
 
     def _drain(self, name: str, channel: Channel, stream: _Stream) -> None:
-        """Takes what the trainer sends on, so that its next update finds the group in step."""
-        try:
+        """Takes what the trainer sends on, so that its next update finds the group in step. If that can't be, it is
+        closed."""
+        with contextlib.suppress(BroadcastError):
             stream.drain()
-        except BroadcastError:
+        if not stream.at_end:
             self._channels.pop(name, None)
             channel.group.close()
 
@@ -181,40 +195,6 @@ class DistributedTransport(WeightTransport):
         return _integer(info.get("packed_buffer_size_bytes", PACKED_BYTES), "packed_buffer_size_bytes", 1, 1 << 50)
 
 
-class _Stream:
-    """The broadcasts of one call, one after the other. While the tensors of one are being taken, the next is coming."""
-
-    def __init__(self, group: BroadcastGroup, chunks: list[list[Announced]]) -> None:
-        self._group = group
-        self._arrivals = self._arrive(iter(chunks))
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for chunk, flat in self._arrivals:
-            start = 0
-            for tensor in chunk:
-                yield tensor.name, check_booleans(piece(flat, start, tensor.dtype, tensor.shape), name=tensor.name)
-                start += tensor.nbytes
-
-    def drain(self) -> None:
-        for _ in self._arrivals:
-            pass
-
-    def _arrive(self, chunks: Iterator[list[Announced]]) -> Iterator[tuple[list[Announced], torch.Tensor]]:
-        coming = self._begin(chunks)
-        while coming is not None:
-            chunk, flat, work = coming
-            self._group.finish(work)
-            coming = self._begin(chunks)
-            yield chunk, flat
-
-    def _begin(self, chunks: Iterator[list[Announced]]) -> tuple[list[Announced], torch.Tensor, Any] | None:
-        chunk = next(chunks, None)
-        if chunk is None:
-            return None
-        flat = torch.empty(sum(t.nbytes for t in chunk), dtype=torch.uint8, device=self._group.device)
-        return chunk, flat, self._group.begin(flat)
-
-
 class Sized(Protocol):
     """A tensor, or what is known of one."""
 
@@ -223,19 +203,148 @@ class Sized(Protocol):
 
 
 S = TypeVar("S", bound=Sized)
+Chunk: TypeAlias = list[S]
+"""Tensors that share a broadcast."""
+Load: TypeAlias = list[Chunk[S]]
+"""Broadcasts that are on their way together, and whose tensors are applied together."""
+T = TypeVar("T")
 
 
-def _chunks(tensors: Iterable[S], packed_bytes: int | None, *, flat: bool) -> Iterator[list[S]]:
-    """Which tensors share a broadcast. Both sides cut alike: a packed chunk ends when it exceeds the buffer's size."""
-    chunk: list[S] = []
-    for tensor in tensors:
-        chunk.append(tensor)
-        ends = packed_bytes is None or sum(t.nbytes for t in chunk) > packed_bytes
-        if ends and not flat:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
+def _chunks(tensors: Iterable[S], packed_bytes: int | None, *, flat: bool) -> Iterator[Chunk[S]]:
+    """Both sides cut alike: a packed chunk ends when it exceeds the buffer's size."""
+    over = math.inf if flat else -1 if packed_bytes is None else packed_bytes
+    return _grouped(tensors, lambda tensor: tensor.nbytes, over=over)
+
+
+def _loads(chunks: Iterable[Chunk[S]]) -> Iterator[Load[S]]:
+    return _grouped(chunks, _nbytes, over=LOAD_BYTES - 1, most=LOAD_BROADCASTS)
+
+
+def _grouped(
+    things: Iterable[T], size: Callable[[T], int], *, over: float, most: float = math.inf
+) -> Iterator[list[T]]:
+    """The things in their order, in groups that end as soon as they are larger than `over` together, or `most`."""
+    group: list[T] = []
+    total = 0
+    for thing in things:
+        group.append(thing)
+        total += size(thing)
+        if total > over or len(group) >= most:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+def _nbytes(tensors: Iterable[Sized]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class _Rooms:
+    """Flat memory for what comes or goes: `AHEAD` buffers by turns, each kept and as large as was asked for."""
+
+    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
+        """nbytes: what each will have to hold, as far as it is known."""
+        self._device = device
+        self._nbytes = nbytes
+        self._buffers: deque[torch.Tensor | None] = deque([None] * AHEAD)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Room `[nbytes]` uint8, in the memory of what was taken `AHEAD` turns before."""
+        buffer = self._buffers.popleft()
+        self._nbytes = max(self._nbytes, nbytes)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = None  # it goes before the larger one comes
+            buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        self._buffers.append(buffer)
+        return buffer[:nbytes]
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A load that is on its way: its chunks, where the bytes of each will be, and the broadcasts."""
+
+    chunks: Load[Announced]
+    flats: list[torch.Tensor]
+    works: list[Any]
+
+
+class _Stream:
+    """What one call brings, load by load. While the tensors of one are being taken, the next is coming: a load's buffer
+    is given to the one after the next as soon as its last tensor has been taken."""
+
+    def __init__(
+        self, group: BroadcastGroup, chunks: Sequence[Chunk[Announced]], module: str | None, *, reuse: bool
+    ) -> None:
+        """reuse: whether tensors are done with when the next load's are asked for; if not, each load has a buffer of
+        its own."""
+        self._group = group
+        self._module = module
+        loads = list(_loads(chunks))
+        self._sizes = [sum(_aligned(_nbytes(chunk)) for chunk in load) for load in loads]
+        self._rooms = _Rooms(group.device, max(self._sizes)) if reuse else None
+        self._left = len(loads)
+        self._arrivals = self._arrive(loads)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the group is where the trainer is after the call."""
+        return self._left == 0
+
+    def items(self) -> Iterator[WeightItem]:
+        for load in self._arrivals:
+            left = sum(len(chunk) for chunk in load.chunks)
+            for chunk, flat in zip(load.chunks, load.flats, strict=True):
+                for tensor, part in zip(chunk, flat.split([tensor.nbytes for tensor in chunk]), strict=True):
+                    value = check_booleans(of_bytes(part, tensor.dtype, tensor.shape), name=tensor.name)
+                    left -= 1
+                    yield WeightItem(self._module, tensor.name, value, more=left > 0)
+
+    def drain(self) -> None:
+        for _ in self._arrivals:
+            pass
+
+    def _arrive(self, loads: Sequence[Load[Announced]]) -> Iterator[_Coming]:
+        coming: deque[_Coming] = deque()
+        for load, nbytes in zip(loads, self._sizes, strict=True):
+            coming.append(self._begin(load, nbytes))
+            if len(coming) == AHEAD:
+                yield self._finished(coming.popleft())
+        while coming:
+            yield self._finished(coming.popleft())
+
+    def _begin(self, load: Load[Announced], nbytes: int) -> _Coming:
+        room, start = self._room(nbytes), 0
+        flats = []
+        for chunk in load:
+            flats.append(room[start : start + _nbytes(chunk)])
+            start += _aligned(flats[-1].numel())
+        return _Coming(load, flats, [self._group.begin(flat) for flat in flats])
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        rooms = self._rooms or _Rooms(self._group.device)
+        try:
+            return rooms.take(nbytes)
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:
+            raise RefitRefusedError(
+                f"there is no room for {nbytes} bytes that come together: {_first_line(error)}",
+                code="no_room",
+                field="shapes",
+                value=nbytes,
+                hint="Send smaller buckets. The group is closed: init it again.",
+            ) from error
+
+    def _finished(self, load: _Coming) -> _Coming:
+        for work in load.works:
+            self._group.finish(work)
+        self._left -= 1
+        return load
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _integer(value: object, field_name: str, low: int, high: int) -> int:
@@ -322,18 +431,43 @@ class WeightSender:
         """
         if self._group is None:
             raise BroadcastError("join the group first")
-        sending: tuple[torch.Tensor, Any] | None = None  # while the next chunk is put together
-        for chunk in _chunks((t for _, t in named_tensors), self._packed_bytes, flat=load_format == FLAT):
-            parts = [as_bytes(tensor).to(self._group.device) for tensor in chunk]
-            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-            if sending is not None:
-                self._group.finish(sending[1])
-            sending = flat, self._group.begin(flat)
-        if sending is not None:
-            self._group.finish(sending[1])
+        going: deque[list[_Going]] = deque()  # while the next load is put together
+        rooms = _Rooms(self._group.device)
+        for load in _loads(_chunks((t for _, t in named_tensors), self._packed_bytes, flat=load_format == FLAT)):
+            if len(going) == AHEAD:
+                _finish(self._group, going.popleft())
+            going.append(_begin(self._group, load, rooms))
+        while going:
+            _finish(self._group, going.popleft())
 
     def close(self) -> None:
         """Leaves the group and stops listening."""
         if self._group is not None:
             self._group.close()
         self._group = self._store = None
+
+
+class _Going(NamedTuple):
+    """The bytes of a broadcast, which nobody touches until it has ended, and what is for `finish`."""
+
+    flat: torch.Tensor
+    work: Any
+
+
+def _begin(group: BroadcastGroup, load: Load[torch.Tensor], rooms: _Rooms) -> list[_Going]:
+    """Sends each chunk: a tensor alone from where it lies, if it may, and several from a room."""
+    room, start = rooms.take(sum(_aligned(_nbytes(chunk)) for chunk in load if len(chunk) > 1)), 0
+    going = []
+    for chunk in load:
+        parts = [as_bytes(tensor).to(group.device) for tensor in chunk]
+        flat = parts[0]
+        if len(parts) > 1:
+            flat = torch.cat(parts, out=room[start : start + _nbytes(parts)])
+            start += _aligned(flat.numel())
+        going.append(_Going(flat, group.begin(flat)))
+    return going
+
+
+def _finish(group: BroadcastGroup, load: list[_Going]) -> None:
+    for one in load:
+        group.finish(one.work)

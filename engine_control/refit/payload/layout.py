@@ -70,13 +70,16 @@ def piece(buffer: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[
 
     A view; a copy if that place is not aligned for the dtype.
     """
-    count = byte_count(shape, dtype)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device=buffer.device)
-    part = buffer[start : start + count]
+    return of_bytes(buffer[start : start + byte_count(shape, dtype)], dtype, shape)
+
+
+def of_bytes(part: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of those bytes, flat uint8, as many as it has. A view; a copy if they aren't aligned for the dtype."""
+    if not part.numel():
+        return torch.empty(tuple(shape), dtype=dtype, device=part.device)
     if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
         part = part.clone()
-    return part.view(dtype).reshape(tuple(shape))
+    return part.view(dtype).view(tuple(shape))
 
 
 def check_booleans(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
