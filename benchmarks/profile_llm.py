@@ -32,7 +32,7 @@ from llm_runtime.params import GenerateRequest, sampling_params
 # The first class one of whose words is in a kernel's name is the kernel's.
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": ("attend", "paged_attention", "merge_splits"),
-    "sampling": ("log_softmax", "gumbel", "argmax", "gather"),
+    "sampling": ("log_softmax", "gumbel", "argmax", "gather", "of_blocks", "draw_tokens"),
     "norm, rotary, silu": ("rms_norm", "paged_qkv", "silu"),
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "matmul", "linear"),
     "copy": ("copy", "memcpy", "memset", "index"),

@@ -26,6 +26,7 @@ from llm_operations import ROWS, Conversations, Memory, Projections, cuts, dense
 import rl_kernels.certify_paged as certify
 import rl_kernels.paged_launch as paged_launch
 from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
+from rl_kernels.decode_rows import advance_rows, place_rows
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.gumbel_argmax import gumbel_argmax
@@ -343,6 +344,33 @@ def test_a_token_is_that_of_the_greatest_sum_whatever_the_logits_are(
         assert torch.equal(log_probs.nan_to_num(7), expected.nan_to_num(7))
 
 
+@runs
+@pytest.mark.parametrize("rows", [1, 16, 131])
+def test_rows_are_placed_and_go_on_as_the_twins_say(rows: int) -> None:
+    contexts = [0 if i % 5 == 2 else 1 + 7 * i % 90 for i in range(rows)]
+    pages = [[100 * i + n for n in range(-(-context // 8))] for i, context in enumerate(contexts)]
+    plans = [
+        PagedPlan.of(pages, [1] * rows, contexts, page_size=8, device=device, width=15) for device in (DEVICE, "cpu")
+    ]
+    positions = torch.tensor([max(context - 1, 0) for context in contexts])
+    seeds, drawn = (torch.randint(-(2**63), 2**63 - 1, (rows,)) for _ in range(2))
+    drawn, log_probs = drawn % 2**32, torch.randn(rows)
+
+    def step(plan: PagedPlan, device: str) -> list[torch.Tensor]:
+        at, tokens, results = (x.to(device) for x in (positions.clone(), drawn + 1, torch.zeros(2, rows).double()))
+        found = []
+        for _ in range(2):
+            found += place_rows(plan, at, seeds.to(device))
+            advance_rows(plan, at, drawn.to(device), log_probs.to(device), tokens=tokens, results=results)
+            found += [x.clone() for x in (at, tokens, results, plan.context_lengths)]
+        return found
+
+    ours, twins = step(plans[0], DEVICE), Context().run(step, plans[1], "cpu")
+    for i, (x, y) in enumerate(zip(ours, twins, strict=True)):
+        assert x.dtype == y.dtype
+        assert torch.equal(x.cpu(), y), i
+
+
 # --- compiled without a GPU -----------------------------------------------------------------------------------------
 
 
@@ -370,12 +398,21 @@ def configurations() -> list[tuple[str, str, dict[str, Any], int]]:
         ("draw_tokens", "bounds_of_blocks", row, warps_for(4096)),
         ("draw_tokens", "totals_of_blocks", {**row, "BLOCKS": 64}, warps_for(4096)),
         ("draw_tokens", "draw_tokens", {**row, "BLOCKS": 64}, warps_for(8192)),
+        ("decode_rows", "place_rows", {"PAGE": 16, "BLOCK": 128}, warps_for(128)),
+        ("decode_rows", "advance_rows", {"BLOCK": 128}, warps_for(128)),
     ]
 
 
 FP32 = ("tops", "totals", "parts", "cos_sin", "scores", "best", "bounds", "temperatures", "log_probs")
-LONG = ("slots", "positions", "ids", "tokens", "drawn")
-INTEGERS = {"greedy": "*u8", "pages": "*i32", "starts": "*i32", "lengths": "*i32", **dict.fromkeys(LONG, "*i64")}
+LONG = ("slots", "positions", "ids", "tokens", "drawn", "seeds")
+INTEGERS = {
+    "greedy": "*u8",
+    "results": "*fp64",
+    "pages": "*i32",
+    "starts": "*i32",
+    "lengths": "*i32",
+    **dict.fromkeys(LONG, "*i64"),
+}
 IN_FP32 = ("log_softmax_gather", "gumbel_argmax")  # whatever the model's dtype
 LOGARITHMS = (*IN_FP32, "draw_tokens")
 
@@ -388,7 +425,7 @@ def compiled_alone(file: str, name: str, dtype: str, constants: dict[str, Any], 
 
     kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
     kinds = {**INTEGERS, **dict.fromkeys(FP32, "*fp32")}
-    if file in LOGARITHMS:
+    if file in (*LOGARITHMS, "decode_rows"):
         kinds["keys"] = "*i64"
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):

@@ -68,6 +68,19 @@ def _finalised(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """The step of splitmix64 (Steele et al., 2014), of integers of 64 bits that wrap: int64, of x's shape."""
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The bits moved down, with zeros behind them."""
+    return (x >> by) & (2 ** (64 - by) - 1)
+
+
 def _launch(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """A program for each block of a row; the best of the blocks' bests is found afterwards."""
     from rl_kernels.jit.gumbel_argmax import gumbel_argmax as kernel

@@ -17,8 +17,9 @@ import torch
 
 from llm_runtime.engine.graphs import ForwardInputs, GraphPool, size_for, table_width
 from llm_runtime.engine.kv_cache import KVCache
-from llm_runtime.engine.sampler import noise_keys_of, seed_keys
+from llm_runtime.engine.sampler import seed_keys
 from llm_runtime.models.base import CausalLM
+from rl_kernels.decode_rows import advance_rows, place_rows
 from rl_kernels.draw_tokens import draw_tokens
 from rl_kernels.paged_attention import PagedPlan
 from rl_kernels.staging import to_device
@@ -143,21 +144,13 @@ class DecodeSteps:
     @torch.inference_mode()
     def _step(self, state: DecodeState, plan: PagedPlan) -> None:
         """From each row's last token to the next one, which takes its place."""
-        live = state.plan.context_lengths > 0
-        place = state.positions // state.page_size
-        page = state.plan.page_table.gather(1, place[:, None])[:, 0].to(torch.int64)
-        slots = torch.where(live, page * state.page_size + state.positions % state.page_size, -1)
+        slots, keys = place_rows(state.plan, state.positions, state.seed_keys)
         runner = self._runner
         with runner.exact(), torch.autocast(runner.device.type, enabled=False):
             hidden = runner.hidden_states(ForwardInputs(state.input_ids, state.positions, slots, plan))
             logits = runner.model.compute_logits(hidden)
-        state.positions.add_(live)
-        keys = noise_keys_of(state.seed_keys, state.positions)
-        tokens, log_probs = draw_tokens(logits, state.temperatures, keys, state.greedy)
-        state.input_ids.copy_(torch.where(live, tokens, 0))
-        state.plan.context_lengths.add_(live)
-        state.results[0].copy_(tokens)
-        state.results[1].copy_(log_probs)
+        drawn, log_probs = draw_tokens(logits, state.temperatures, keys, state.greedy)
+        advance_rows(state.plan, state.positions, drawn, log_probs, tokens=state.input_ids, results=state.results)
 
 
 class DecodeRun:

@@ -16,7 +16,7 @@ import torch
 from llm_runtime.output import TokenLogprob
 from llm_runtime.params import GenerateRequest, SamplingParams
 from rl_kernels.draw_tokens import draw_tokens
-from rl_kernels.gumbel_argmax import gumbel_argmax
+from rl_kernels.gumbel_argmax import gumbel_argmax, mixed
 from rl_kernels.log_softmax_gather import row_log_softmax
 
 EXCLUDED = float("-inf")
@@ -149,35 +149,18 @@ def restrict(log_probs: torch.Tensor, params: SamplingParams) -> None:
 
 
 def noise_keys(seeds: Rows[int], positions: Rows[int]) -> torch.Tensor:
-    """`noise_keys_of`, on the CPU."""
-    return noise_keys_of(seed_keys(seeds), torch.tensor(positions, dtype=torch.int64))
+    """The noise's keys, int64 `[B]` on the CPU: a seed's key and the position, mixed likewise (`place_rows` makes the
+    same on a device)."""
+    return mixed(seed_keys(seeds) ^ torch.tensor(positions, dtype=torch.int64))
 
 
 def seed_keys(seeds: Rows[int]) -> torch.Tensor:
-    """Seeds of 64 bits, mixed by splitmix64 (Steele et al., 2014): int64 `[B]` on the CPU."""
+    """Seeds of 64 bits, mixed by splitmix64: int64 `[B]` on the CPU."""
     signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
-    return _mixed(torch.tensor(signed, dtype=torch.int64))
-
-
-def noise_keys_of(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The noise's keys `[B]`: a seed's key and the position, both int64 `[B]`, mixed likewise, where they are."""
-    return _mixed(seed_keys ^ positions)
+    return mixed(torch.tensor(signed, dtype=torch.int64))
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[list[TokenLogprob]]:
     """The `count` likeliest tokens of each row of `[B, V]`, in falling order."""
     values, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
     return [list(zip(v, t, strict=True)) for v, t in zip(values.tolist(), tokens.tolist(), strict=True)]
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's step, on 64 bits that wrap."""
-    x = x + (0x9E3779B97F4A7C15 - 2**64)
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """The bits moved down, with zeros behind them."""
-    return (x >> by) & (2 ** (64 - by) - 1)
