@@ -290,36 +290,36 @@ def computing(family: ModelFamily, how: Computed) -> Iterator[None]:
 class _AnyText:
     """Any text is a prompt: its embeddings are random numbers, a function of it."""
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+    def check_text(self, text: str, name: str, max_sequence_length: int) -> None:
         """It will do."""
 
 
 class _SD3WithRandomText(_AnyText, StableDiffusion3Family):
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds = _random_text(prompt, SD3_TEXT_TOKENS, 4096, self)
-        return PromptEmbeds(embeds, _random_text(prompt, 1, 2048, self)[0])
+    def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
+        embeds = _random_text(text, SD3_TEXT_TOKENS, 4096, self)
+        return PromptEmbeds(embeds, _random_text(text, 1, 2048, self)[0])
 
 
 class _QwenWithRandomText(_AnyText, QwenImageFamily):
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        return PromptEmbeds(_random_text(prompt, 10 + 4 * len(prompt), 3584, self))
+    def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
+        return PromptEmbeds(_random_text(text, 10 + 4 * len(text), 3584, self))
 
 
 class _WanWithRandomText(_AnyText, WanFamily):
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds = _random_text(prompt, min(10 + 4 * len(prompt), T5_TOKENS), 4096, self)
+    def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
+        embeds = _random_text(text, min(10 + 4 * len(text), T5_TOKENS), 4096, self)
         return PromptEmbeds(torch.nn.functional.pad(embeds, (0, 0, 0, T5_TOKENS - len(embeds))))
 
 
 class _FluxWithRandomText(_AnyText, FluxFamily):
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds = _random_text(prompt, T5_TOKENS, 4096, self)
-        return PromptEmbeds(embeds, _random_text(prompt, 1, 768, self)[0])
+    def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
+        embeds = _random_text(text, T5_TOKENS, 4096, self)
+        return PromptEmbeds(embeds, _random_text(text, 1, 768, self)[0])
 
 
 class _ZImageWithRandomText(_AnyText, ZImageFamily):
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        return PromptEmbeds(_random_text(prompt, 10 + 4 * len(prompt), 2560, self))
+    def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
+        return PromptEmbeds(_random_text(text, 10 + 4 * len(text), 2560, self))
 
 
 def _random_text(prompt: str, tokens: int, width: int, family: Any) -> torch.Tensor:

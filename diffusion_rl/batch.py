@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -25,6 +26,21 @@ class PromptEmbeds:
 
 
 @dataclass(frozen=True)
+class TokenIds:
+    """A prompt as tokenizers make it: with special tokens and a template's, without padding.
+
+    ids: of the pipeline's first text encoder. extra: `(text encoder, ids)` by name; they go before `ids`.
+    """
+
+    ids: tuple[int, ...] | None
+    extra: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+Prompt: TypeAlias = str | TokenIds | PromptEmbeds
+"""What a prompt is, wherever it is not encoded yet: text, token ids, or embeddings that somebody else has made."""
+
+
+@dataclass(frozen=True)
 class Guidance:
     """How a request is guided; the two ways go together or alone.
 
@@ -37,7 +53,7 @@ class Guidance:
     """
 
     scale: float = 1.0
-    negative_prompt: str | None = None
+    negative_prompt: Prompt | None = None
     embedded: float | None = None
     scale_2: float | None = None
     normalization: float = 0.0

@@ -45,9 +45,10 @@ class RolloutClient(ControlClient):
         super().__init__(base_url, timeout=timeout)
         self._wire = wire
 
-    def generate(self, prompt: str, **fields: Any) -> list[RolloutSample]:
-        """Rolls out one prompt; `fields` are those of `RolloutParams`. Evaluation samples (`rollout=False`) have no
-        log-probs. With the safetensors wire the tensors are views of the one received body. `resume_from` takes the
+    def generate(self, prompt: str | None = None, **fields: Any) -> list[RolloutSample]:
+        """Rolls out one prompt; `fields` are those of `RolloutParams`, tensors among them: in the place of a text, say,
+        what `sample.denoising_env.prompt_fields()` returns. Evaluation samples (`rollout=False`) have no log-probs.
+        With the safetensors wire the tensors are views of the one received body. `resume_from` takes the
         `resume_state`s of aborted samples; `diffusion_rl.sample.merge_resumed` puts the two parts together.
 
         Raises:
@@ -56,10 +57,11 @@ class RolloutClient(ControlClient):
         """
         if fields.get("resume_from") is not None:
             fields["resume_from"] = [
-                json_value(resume_state_row(state) if isinstance(state, ResumeState) else state)
-                for state in fields["resume_from"]
+                resume_state_row(state) if isinstance(state, ResumeState) else state for state in fields["resume_from"]
             ]
-        return [sample_from_plain(row) for row in self.generate_rows({"prompt": prompt, **fields})]
+        if prompt is not None:
+            fields["prompt"] = prompt
+        return [sample_from_plain(row) for row in self.generate_rows(json_value(fields))]
 
     def generate_rows(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The reply's rows as they are, for a request body as it is.

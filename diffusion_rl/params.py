@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from diffusion_rl.prompt_fields import PROMPTS, check_forms
 from engine_control.errors import InvalidRequestError, LimitExceededError, UnknownFieldError
 
 OutputType = Literal["image", "latent", "both"]
@@ -36,12 +37,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class RolloutParams:
-    """One prompt and how to roll it out. Fields carry the names of SGLang's `RolloutRequest`, then our own.
+    """One prompt and how to roll it out. Fields carry the names of SGLang's `RolloutRequest`, then our own; those of a
+    prompt that is no text are diffusers' (embeddings) and verl-omni's (token ids).
 
     `None` means the model's own default. A request is stochastic at the steps that `rollout_sde_step_indices` (or the
     window) names and runs ODE steps elsewhere; sample i of the group has seed `seed + i`, unless `seeds` names them.
 
     Field notes:
+        prompt, prompt_ids, prompt_embeds: the prompt in one of three forms, and the negative one in one of its three;
+            the two need not be of one form. Ids are a list or an integer tensor `[L]`, as the tokenizer of the
+            pipeline's first text encoder makes them of the whole text (special tokens, template); `extra_prompt_ids`
+            names those of the others, and `prompt_mask` (`[L]`, 0 or 1) the ones that are no padding. Embeddings are
+            `[L, D]` (or `[1, L, D]`) in fp32, bf16 or fp16, as the pipeline's `encode_prompt` returns them;
+            `prompt_embeds_mask` is for pipelines that have such a mask, `pooled_prompt_embeds` `[P]` for those that
+            have such a vector. Nobody changes embeddings: a text encoder's refit leaves them as they came.
         num_frames: of a video, 1 + a multiple of what the VAE puts into one latent frame. Pictures have none, or 1.
         guidance_scale_2: the guidance scale of the second transformer, of pipelines that have two; by default that of
             the first.
@@ -75,7 +84,7 @@ class RolloutParams:
             they would have had. Keep its `seed` too: what samples have in common is drawn from it.
     """
 
-    prompt: str
+    prompt: str | None = None
     negative_prompt: str | None = None
     seed: int | None = None
     generator_device: str = "cuda"
@@ -116,6 +125,18 @@ class RolloutParams:
     lora_name: str | None = None
     rollout_return_partial: bool = False
     resume_from: tuple[Any, ...] | None = None
+    prompt_ids: Any = None
+    prompt_mask: Any = None
+    extra_prompt_ids: Mapping[str, Any] | None = None
+    prompt_embeds: Any = None
+    prompt_embeds_mask: Any = None
+    pooled_prompt_embeds: Any = None
+    negative_prompt_ids: Any = None
+    negative_prompt_mask: Any = None
+    negative_extra_prompt_ids: Mapping[str, Any] | None = None
+    negative_prompt_embeds: Any = None
+    negative_prompt_embeds_mask: Any = None
+    negative_pooled_prompt_embeds: Any = None
 
     def validate(self, limits: Limits, *, step_kinds: Sequence[str]) -> None:
         """Checks all that can be known without a model.
@@ -124,7 +145,8 @@ class RolloutParams:
             InvalidRequestError: naming the field, its value and the way out. Nothing has been computed.
         """
         _check_types(self)
-        _check_prompt(self, limits)
+        check_forms(self)
+        _check_texts(self, limits)
         _check_numbers(self, limits)
         _check_seeds(self)
         _check_resumed(self)
@@ -160,14 +182,11 @@ def params_from_mapping(values: Mapping[str, object]) -> RolloutParams:
 
     Raises:
         UnknownFieldError: a key that no request has, with the nearest right one.
-        InvalidRequestError: no `prompt`.
     """
     names = FieldNames()
     for name in values:
         if name not in names.known:
             raise names.unknown(name, values[name])
-    if "prompt" not in values:
-        raise InvalidRequestError("a request needs a prompt", field="prompt", hint="Send a non-empty string.")
     return RolloutParams(**{name: _frozen(value) for name, value in values.items()})  # type: ignore[arg-type]
 
 
@@ -207,10 +226,10 @@ def _check_types(params: RolloutParams) -> None:
             raise InvalidRequestError("must be a list", field=name, value=value, hint="Send a list, or leave it out.")
 
 
-def _check_prompt(params: RolloutParams, limits: Limits) -> None:
-    for name in ("prompt", "negative_prompt"):
+def _check_texts(params: RolloutParams, limits: Limits) -> None:
+    for name in PROMPTS:
         value = getattr(params, name)
-        if value is None and name == "negative_prompt":
+        if value is None:
             continue
         if not isinstance(value, str):
             raise InvalidRequestError("must be a string", field=name, value=value, hint="Send one prompt a request.")
@@ -225,7 +244,7 @@ def _check_prompt(params: RolloutParams, limits: Limits) -> None:
             raise InvalidRequestError("holds half a surrogate pair, which is no text", field=name, hint="Send UTF-8.")
     if params.lora_name is not None and not isinstance(params.lora_name, str):
         raise InvalidRequestError("must be a string", field="lora_name", value=params.lora_name)
-    if not params.prompt.strip():
+    if params.prompt is not None and not params.prompt.strip():
         raise InvalidRequestError("the prompt is empty", field="prompt", value=params.prompt, hint="Send some text.")
 
 

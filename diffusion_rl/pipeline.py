@@ -83,9 +83,10 @@ class RolloutPipeline(ControlMethods, Closing):
         return self._engine.family.transformers
 
     def __call__(
-        self, prompt: str | Sequence[str], *, progress: Progress | None = None, **fields: Any
+        self, prompt: str | Sequence[str] | None = None, *, progress: Progress | None = None, **fields: Any
     ) -> list[RolloutSample]:
-        """Rolls out one prompt or several; `fields` are those of `RolloutParams`.
+        """Rolls out one prompt or several; `fields` are those of `RolloutParams`. A prompt of another form is one of
+        them: `pipeline(prompt_embeds=...)`, `pipeline(prompt_ids=...)`.
 
         Several prompts are denoised together; prompt p's seeds begin at `seed + p * num_outputs_per_prompt`. Without a
         seed a random one is chosen, and stands in the results. `progress(done, all)` is called after every step.
@@ -93,11 +94,11 @@ class RolloutPipeline(ControlMethods, Closing):
         Raises:
             EngineError: the request is invalid (nothing was computed), or a sample became non-finite.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        first = params_from_mapping({**fields, "prompt": prompts[0] if prompts else ""})
+        prompts = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt) or [""]
+        first = params_from_mapping({**fields, "prompt": prompts[0]})
         seed = secrets.randbelow(2**31) if first.seed is None and first.seeds is None else first.seed
         requests = []
-        for index, text in enumerate(prompts or [""]):
+        for index, text in enumerate(prompts):
             own = {} if seed is None else {"seed": seed + index * first.num_outputs_per_prompt}
             requests.append(params_from_mapping({**fields, **own, "prompt": text}))
         return self._run(requests, progress)

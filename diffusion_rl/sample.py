@@ -62,6 +62,12 @@ class DenoisingEnv:
     image_kwargs: Mapping[str, CondValue]
     guidance: float | None
 
+    def prompt_fields(self) -> dict[str, torch.Tensor]:
+        """The fields of a request that say these prompts as embeddings (`prompt_embeds` and what belongs to it, and the
+        negative ones). In the place of the prompts that they were made of they give the same samples, bit for bit."""
+        fields = _embeds_fields(self.pos_cond_kwargs, "")
+        return fields if self.neg_cond_kwargs is None else fields | _embeds_fields(self.neg_cond_kwargs, "negative_")
+
 
 @dataclass(frozen=True)
 class Timings:
@@ -107,6 +113,7 @@ class ResumeState:
 class RolloutSample:
     """One sample of a request. One that was aborted (see `rollout_return_partial`) has no output and no final latent.
 
+    prompt: its text; empty if it came as token ids or as embeddings.
     finish_reason, num_steps_done: whether all T steps were taken, or how many.
     resume_state: what a request that goes on from here sends as `resume_from`; None: begin anew (or it is finished).
     generated_output: `[C, H, W]` (video `[C, F, H, W]`) in [0, 1] fp32, or uint8; None for `output_type="latent"`.
@@ -176,6 +183,16 @@ class RolloutSample:
         truncation = 1.0 if self.cfg_truncation is None else self.cfg_truncation
         guidance = Guidance(self.guidance_scale, scale_2=self.guidance_scale_2, truncation=truncation)
         return guidance.scale_at(self.transformer_of(step), self.dit_trajectory.timestep(step))
+
+
+def _embeds_fields(kwargs: Mapping[str, CondValue], sign: str) -> dict[str, torch.Tensor]:
+    embeds, lengths = kwargs["encoder_hidden_states"], kwargs.get("caption_valid_lens")
+    assert isinstance(embeds, torch.Tensor)
+    if isinstance(lengths, list):  # what is behind was made by the transformer
+        embeds = embeds[: lengths[0]]
+    beside = {"prompt_embeds_mask": "encoder_hidden_states_mask", "pooled_prompt_embeds": "pooled_projections"}
+    found = {name: kwargs.get(key) for name, key in beside.items()}
+    return {f"{sign}{n}": t for n, t in {"prompt_embeds": embeds, **found}.items() if isinstance(t, torch.Tensor)}
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

@@ -315,18 +315,6 @@ def test_a_grid_that_collapses_in_fp32_is_refused(fields: dict[str, Any], field:
         RolloutPipeline(sd3_pipeline())("cat", seed=1, **{**own, **fields})
 
 
-def test_prompt_embeddings_are_the_pipelines_own() -> None:
-    stock = sd3_pipeline()
-    family = family_for(stock)
-    with exact_mode(), torch.no_grad():
-        theirs = stock.encode_prompt("a red ball", None, None, max_sequence_length=7)
-        ours = family.encode_prompt("a red ball", 7)
-    assert torch.equal(ours.prompt_embeds, theirs[0][0])
-    assert ours.prompt_embeds.shape == (24 + 7, 128)
-    assert ours.pooled is not None
-    assert torch.equal(ours.pooled, theirs[2][0])
-
-
 def test_a_pipeline_that_no_family_serves_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match=r"no model family serves a ndarray.*QwenImagePipeline"):
         family_for(np.zeros(1))

@@ -116,7 +116,7 @@ def test_a_misspelt_field_is_refused_with_the_right_one() -> None:
     with pytest.raises(UnknownFieldError, match="Did you mean 'rollout_noise_level'"):
         params_from_mapping({"prompt": "x", "rollout_noise_levle": 1})
     with pytest.raises(InvalidRequestError, match="needs a prompt"):
-        params_from_mapping({"seed": 1})
+        params_from_mapping({"seed": 1}).validate(Limits(), step_kinds=KINDS)
 
 
 anything = st.recursive(

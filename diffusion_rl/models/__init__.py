@@ -16,7 +16,10 @@ families: Registry[ModelFamily] = Registry(
     "diffusion_rl.models",
     ModelFamily,  # type: ignore[type-abstract]
     noun="model family",
-    skip=("loading", "runner", "graphs", "compiled", "fused_blocks", "offload", "packed", "single_frame"),
+    skip=(
+        *("compiled", "decoder", "fused_blocks", "graphs", "loading", "offload", "packed"),
+        *("prompts", "prompt_encoding", "runner", "single_frame"),
+    ),
 )
 
 

@@ -1,15 +1,15 @@
 """What a model family owes the engine. A family adapts one diffusers pipeline class; it holds no request state.
 
-The engine calls, for each request: `check_fields`, `size`, `check_size`, `guidance`, `check_prompt`, `schedule`, and
-`encode_prompt` (once a prompt); for each step of a batch: `predict`; for each finished sample: `decode`. `replay` calls
-`predict` again, with the trainer's transformer.
+The engine calls, for each request: `check_fields`, `size`, `check_size`, `prompt`, `guidance`, `check_prompt`,
+`schedule`, and `encode_prompt` (once a prompt); for each step of a batch: `predict`; for each finished sample:
+`decode`. `replay` calls `predict` again, with the trainer's transformer.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_rl.batch import FIRST, Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows, Size, size_of
 from diffusion_rl.models.offload import device_of_module
+from diffusion_rl.models.prompt_encoding import PromptEncoding
 from diffusion_rl.models.runner import Runner, eager
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.cfg import combine_guidance, guidance_scales
@@ -57,7 +58,7 @@ class Defaults:
 BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
 
 
-class ModelFamily(ABC):
+class ModelFamily(PromptEncoding):
     """Base of the families; `pipeline_class_name` is the diffusers class that the family serves.
 
     A size is passed on as `*size`: a family of videos takes `num_frames` behind `height` and `width`.
@@ -159,14 +160,6 @@ class ModelFamily(ABC):
     def pack(self, noise: torch.Tensor) -> torch.Tensor:
         """`[n, *initial_noise_shape]` as `[n, *latent_shape]`."""
         return noise
-
-    @abstractmethod
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
-        """Refuses a prompt that the text encoder would truncate, naming field `name`."""
-
-    @abstractmethod
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        """Encodes one prompt, alone, so that no other prompt can change its bits."""
 
     @abstractmethod
     def guidance(self, params: RolloutParams) -> Guidance:
@@ -362,14 +355,16 @@ class ModelFamily(ABC):
     def _text_rows(self, rows: Rows) -> tuple[torch.Tensor, AttentionPlan]:
         """Embeddings of all rows of a forward `[rows, longest, D]`, padded at their ends, and the plan over them."""
         lengths = tuple(len(p.prompt_embeds) for p in rows.prompts)
-        padded = torch.nn.utils.rnn.pad_sequence([p.prompt_embeds for p in rows.prompts], batch_first=True)
+        # Embeddings from outside may have a dtype of their own, which must not be that of the rows beside them.
+        embeds = [p.prompt_embeds.to(rows.latents.dtype) for p in rows.prompts]
+        padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
         image_tokens = self._image_tokens(*rows.size)
         plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
-        return padded.to(rows.latents.dtype), plan
+        return padded, plan
 
     def _pooled_rows(self, rows: Rows) -> torch.Tensor:
         """Pooled embeddings of all rows of a forward `[rows, P]`."""
-        return torch.stack([p.pooled for p in rows.prompts if p.pooled is not None]).to(rows.latents.dtype)
+        return torch.stack([p.pooled.to(rows.latents.dtype) for p in rows.prompts if p.pooled is not None])
 
 
 def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
@@ -405,15 +400,3 @@ def vae_pictures(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU copy that shares no memory with the engine, whatever device the tensor is on."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def refuse_long_prompt(name: str, prompt: str, tokens: int, most: int) -> None:
-    """Refuses a prompt of more than `most` tokens, which a text encoder would cut off without a word."""
-    if tokens > most:
-        raise InvalidRequestError(
-            f"{tokens} tokens, but the text encoder reads at most {most}",
-            code="prompt_too_long",
-            field=name,
-            value=prompt,
-            hint="Shorten it; a prompt is never cut off silently.",
-        )

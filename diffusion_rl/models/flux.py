@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from diffusion_rl.batch import Guidance, PromptEmbeds, Rows
-from diffusion_rl.models.base import host_copy, refuse_long_prompt, vae_pictures
+from diffusion_rl.batch import Guidance, Prompt, PromptEmbeds, Rows
+from diffusion_rl.models.base import host_copy, vae_pictures
 from diffusion_rl.models.packed import PackedLatentFamily
+from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
@@ -57,7 +59,7 @@ class FluxFamily(PackedLatentFamily):
         joined={"single_transformer_blocks.*.proj_out": ("attn.to_v", "proj_mlp")},
     )
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+    def check_prompt(self, prompt: Prompt, name: str, max_sequence_length: int) -> None:
         if max_sequence_length > LONGEST_TEXT:
             raise InvalidRequestError(
                 f"FLUX reads at most {LONGEST_TEXT} text tokens",
@@ -65,12 +67,25 @@ class FluxFamily(PackedLatentFamily):
                 value=max_sequence_length,
                 hint=f"Send {LONGEST_TEXT} or less.",
             )
-        tokens = len(self.pipeline.tokenizer_2(prompt, verbose=False).input_ids)
-        refuse_long_prompt(name, prompt, tokens, max_sequence_length)
+        super().check_prompt(prompt, name, max_sequence_length)
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds, pooled, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=max_sequence_length)
-        return PromptEmbeds(embeds[0], pooled[0])
+    def text_encoders(self, max_sequence_length: int) -> TextEncoders:
+        pipeline, longest = self.pipeline, self.pipeline.tokenizer_max_length
+        return {
+            "clip": TextEncoder(pipeline.tokenizer, pipeline.text_encoder, longest, cuts=True, finds_end=True),
+            "t5": TextEncoder(pipeline.tokenizer_2, pipeline.text_encoder_2, max_sequence_length),
+        }
+
+    @property
+    def pooled_width(self) -> int:
+        return int(self.pipeline.transformer.config.pooled_projection_dim)
+
+    def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
+        encoders = self.text_encoders(max_sequence_length)
+        inputs = {name: encoder.padded(ids[name], encoder.longest)[0] for name, encoder in encoders.items()}
+        clip, t5 = (encoders[name].module for name in ("clip", "t5"))
+        pooled, states = clip(inputs["clip"]).pooler_output, t5(inputs["t5"])[0]
+        return PromptEmbeds(states[0].to(t5.dtype), pooled[0].to(clip.dtype))
 
     def guidance(self, params: RolloutParams) -> Guidance:
         scale = self.defaults.embedded_guidance if params.guidance_scale is None else params.guidance_scale

@@ -35,8 +35,8 @@ class PackedLatentFamily(ModelFamily):
 
     def guidance(self, params: RolloutParams) -> Guidance:
         scale = self.defaults.guidance_scale if params.true_cfg_scale is None else params.true_cfg_scale
-        guided = scale > 1 and params.negative_prompt is not None
-        return Guidance(scale, params.negative_prompt) if guided else Guidance()
+        negative = self.prompt(params, "negative_prompt")
+        return Guidance(scale, negative) if scale > 1 and negative is not None else Guidance()
 
     def default_sigmas(self, steps: int) -> list[float] | None:
         return uniform_sigmas(steps)

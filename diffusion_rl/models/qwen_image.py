@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
-from diffusion_rl.models.base import host_copy, refuse_long_prompt
+from diffusion_rl.models.base import host_copy
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
+from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.models.single_frame import first_frame
 from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
@@ -25,6 +26,7 @@ class QwenImageFamily(PackedLatentFamily):
     """Prompts keep their own lengths, and guided velocities the length of those with the prompt."""
 
     pipeline_class_name = "QwenImagePipeline"
+    reads_padding = False
     sequence_spec = SequenceSpec(
         (Stage(tables={"image_rotary_emb": (Tokens(("image",), dim=0), Tokens(("text",), dim=0))}),)
     )
@@ -45,15 +47,20 @@ class QwenImageFamily(PackedLatentFamily):
     )
     block_forwards = QWEN_IMAGE_BLOCKS
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
-        pipeline = self.pipeline
-        text = pipeline.prompt_template_encode.format(prompt)
-        tokens = len(pipeline.tokenizer(text, verbose=False).input_ids) - pipeline.prompt_template_encode_start_idx
-        refuse_long_prompt(name, prompt, tokens, min(max_sequence_length, pipeline.tokenizer_max_length))
+    def templated(self, text: str) -> str:
+        return str(self.pipeline.prompt_template_encode.format(text))
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=max_sequence_length)
-        return PromptEmbeds(embeds[0])
+    def text_encoders(self, max_sequence_length: int) -> TextEncoders:
+        pipeline = self.pipeline
+        longest = min(max_sequence_length, pipeline.tokenizer_max_length)
+        skipped = pipeline.prompt_template_encode_start_idx
+        return {"qwen": TextEncoder(pipeline.tokenizer, pipeline.text_encoder, longest, skipped=skipped)}
+
+    def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
+        encoder = self.text_encoders(max_sequence_length)["qwen"]
+        rows = torch.tensor([ids["qwen"]], device=encoder.module.device)
+        states = encoder.module(input_ids=rows, attention_mask=torch.ones_like(rows), output_hidden_states=True)
+        return PromptEmbeds(states.hidden_states[-1][0, encoder.skipped :].to(encoder.module.dtype))
 
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
         text, plan = self._text_rows(rows)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from diffusion_rl.batch import Guidance, PromptEmbeds, Rows
-from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt, vae_pictures
+from diffusion_rl.models.base import ModelFamily, host_copy, vae_pictures
 from diffusion_rl.models.fused_blocks import JOINT_TRANSFORMER_BLOCKS
+from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.sequence import SequenceSpec
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
@@ -66,31 +70,42 @@ class StableDiffusion3Family(ModelFamily):
                     hint=f"Send at most {largest * self.size_multiple}.",
                 )
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
-        pipeline = self.pipeline
-        if pipeline.text_encoder_3 is not None:
-            tokens = len(pipeline.tokenizer_3(prompt, verbose=False).input_ids)
-            refuse_long_prompt(name, prompt, tokens, max_sequence_length)
-            return
-        for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):
-            refuse_long_prompt(
-                name, prompt, len(tokenizer(prompt, verbose=False).input_ids), pipeline.tokenizer_max_length
-            )
+    def text_encoders(self, max_sequence_length: int) -> TextEncoders:
+        pipeline, longest = self.pipeline, self.pipeline.tokenizer_max_length
+        cuts = pipeline.text_encoder_3 is not None
+        clip = TextEncoder(pipeline.tokenizer, pipeline.text_encoder, longest, cuts=cuts, finds_end=True)
+        encoders = {
+            "clip": clip,
+            "clip_2": replace(clip, tokenizer=pipeline.tokenizer_2, module=pipeline.text_encoder_2, like="clip"),
+        }
+        if cuts:
+            encoders["t5"] = TextEncoder(pipeline.tokenizer_3, pipeline.text_encoder_3, max_sequence_length)
+        return encoders
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompt,
-            prompt_2=None,
-            prompt_3=None,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
-        )
-        return PromptEmbeds(embeds[0], pooled[0])
+    @property
+    def pooled_width(self) -> int:
+        return int(self.pipeline.transformer.config.pooled_projection_dim)
+
+    def longest_embeds(self, max_sequence_length: int) -> int:
+        return int(self.pipeline.tokenizer_max_length) + max_sequence_length
+
+    def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
+        """CLIP's tokens `[77, D]`, both encoders' side by side, then T5's (or zeros) `[max_sequence_length, D]`."""
+        encoders, dtype = self.text_encoders(max_sequence_length), self.pipeline.text_encoder.dtype
+        inputs = {name: encoder.padded(ids[name], encoder.longest)[0] for name, encoder in encoders.items()}
+        clips = [encoders[n].module(inputs[n], output_hidden_states=True) for n in ("clip", "clip_2")]
+        beside = torch.cat([clip.hidden_states[-2].to(dtype) for clip in clips], dim=-1)
+        beside = F.pad(beside, (0, self.text_width - beside.shape[-1]))
+        if "t5" in encoders:
+            behind = encoders["t5"].module(inputs["t5"])[0].to(encoders["t5"].module.dtype)
+        else:
+            behind = beside.new_zeros(1, max_sequence_length, self.text_width)
+        return PromptEmbeds(torch.cat([beside, behind], dim=1)[0], torch.cat([clip[0] for clip in clips], dim=-1)[0])
 
     def guidance(self, params: RolloutParams) -> Guidance:
         named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
         scale = named[0] if named else self.defaults.guidance_scale
-        return Guidance(scale, params.negative_prompt or "") if scale > 1 else Guidance()
+        return Guidance(scale, self.prompt(params, "negative_prompt") or "") if scale > 1 else Guidance()
 
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
         text, plan = self._text_rows(rows)

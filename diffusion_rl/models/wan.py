@@ -7,7 +7,7 @@ one timestep a sample, which has the same bits and not the memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_rl.batch import FIRST, SECOND, Guidance, PromptEmbeds, Rows, Size
-from diffusion_rl.models.base import ModelFamily, host_copy, refuse_bad_grid, refuse_long_prompt
+from diffusion_rl.models.base import ModelFamily, host_copy, refuse_bad_grid
+from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.sequence import IMAGE, SequenceSpec, Stage
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
@@ -112,17 +113,22 @@ class WanFamily(ModelFamily):
                     hint="Ask for less.",
                 )
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
+    def templated(self, text: str) -> str:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        tokens = len(self.pipeline.tokenizer(prompt_clean(prompt), verbose=False).input_ids)
-        refuse_long_prompt(name, prompt, tokens, max_sequence_length)
+        return str(prompt_clean(text))
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        embeds, _ = self.pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
-        )
-        return PromptEmbeds(embeds[0])
+    def text_encoders(self, max_sequence_length: int) -> TextEncoders:
+        return {"t5": TextEncoder(self.pipeline.tokenizer, self.pipeline.text_encoder, max_sequence_length)}
+
+    @property
+    def text_width(self) -> int:
+        return int(self.pipeline.transformer.config.text_dim)
+
+    def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
+        encoder, true = self.text_encoders(max_sequence_length)["t5"], len(ids["t5"])
+        states = encoder.module(*encoder.padded(ids["t5"], max_sequence_length)).last_hidden_state[0, :true]
+        return PromptEmbeds(F.pad(states.to(encoder.module.dtype), (0, 0, 0, max_sequence_length - true)))
 
     def guidance(self, params: RolloutParams) -> Guidance:
         named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
@@ -132,7 +138,7 @@ class WanFamily(ModelFamily):
         second = None
         if SECOND in self.transformers:
             second = scale if params.guidance_scale_2 is None else params.guidance_scale_2
-        return Guidance(scale, params.negative_prompt or "", scale_2=second)
+        return Guidance(scale, self.prompt(params, "negative_prompt") or "", scale_2=second)
 
     def scheduler(self, step_kind: type[RolloutSchedulerMixin], flow_shift: float | None) -> Any:
         """As the base's; a checkpoint's multistep scheduler (UniPC) gets the step kind, and keeps its grid."""

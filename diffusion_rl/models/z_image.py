@@ -10,7 +10,8 @@ import torch
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
 
 from diffusion_rl.batch import Conditioning, Guidance, PromptEmbeds, Rows
-from diffusion_rl.models.base import ModelFamily, host_copy, refuse_long_prompt, vae_pictures
+from diffusion_rl.models.base import ModelFamily, host_copy, vae_pictures
+from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.cfg import guidance_scales
 from diffusion_rl.parallel.sequence import IMAGE, TEXT, SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
@@ -35,6 +36,7 @@ class ZImageFamily(ModelFamily):
 
     pipeline_class_name = "ZImagePipeline"
     text_first = False
+    reads_padding = False
     probe_prompts = ("a", "a " * SEQ_MULTI_OF)
     limits_guidance = True
     compiles = False  # each prompt is an argument with a length of its own: there is no one shape to compile
@@ -110,21 +112,26 @@ class ZImageFamily(ModelFamily):
                     hint=f"Send at most {tokens * self.size_multiple}.",
                 )
 
-    def check_prompt(self, prompt: str, name: str, max_sequence_length: int) -> None:
-        tokenizer = self.pipeline.tokenizer
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
+    def templated(self, text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        return str(self.pipeline.tokenizer.apply_chat_template(message, **options))
+
+    def text_encoders(self, max_sequence_length: int) -> TextEncoders:
         # The caption's positions begin at 1, and the image has the one behind them.
         positions = self.pipeline.transformer.config.axes_lens[0] - 2
-        most = min(max_sequence_length, positions // SEQ_MULTI_OF * SEQ_MULTI_OF)
-        refuse_long_prompt(name, prompt, len(tokenizer(text, verbose=False).input_ids), most)
+        longest = min(max_sequence_length, positions // SEQ_MULTI_OF * SEQ_MULTI_OF)
+        return {"qwen": TextEncoder(self.pipeline.tokenizer, self.pipeline.text_encoder, longest)}
 
-    def encode_prompt(self, prompt: str, max_sequence_length: int) -> PromptEmbeds:
-        (embeds,), _ = self.pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
-        )
-        return PromptEmbeds(embeds)
+    @property
+    def text_width(self) -> int:
+        return int(self.pipeline.transformer.config.cap_feat_dim)
+
+    def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
+        encoder = self.text_encoders(max_sequence_length)["qwen"]
+        rows, mask = encoder.padded(ids["qwen"], max_sequence_length)
+        states = encoder.module(input_ids=rows, attention_mask=mask.bool(), output_hidden_states=True)
+        return PromptEmbeds(states.hidden_states[-2][mask.bool()])
 
     def guidance(self, params: RolloutParams) -> Guidance:
         named = [s for s in (params.guidance_scale, params.true_cfg_scale) if s is not None]
@@ -133,7 +140,7 @@ class ZImageFamily(ModelFamily):
             return Guidance(0.0)
         return Guidance(
             scale,
-            params.negative_prompt or "",
+            self.prompt(params, "negative_prompt") or "",
             normalization=float(params.cfg_normalization or 0.0),
             truncation=1.0 if params.cfg_truncation is None else params.cfg_truncation,
         )

@@ -109,12 +109,12 @@ class RolloutEngine:
         is known only at the request's end is missing; its tensors are those of the result.
         """
         self.family = family
-        family.runner = eager  # whatever another engine chose for it
         self.config = config or EngineConfig()
         offload_as_configured(family, self.config)
         self.exactness = exactness or make_exact(family, self.config.deterministic, cache=cache_of(self.config))
         self.ranks: Ranks = ranks or NoRanks(one_rank(family, self.config))
-        if not self.ranks.arrangement.splits_forward:
+        if not self.ranks.arrangement.splits_forward:  # ranks that share a forward have chosen together
+            family.runner = eager  # whatever another engine chose for it
             self.exactness = self._choose_runner(self.exactness)
         self.weight_version = self.config.weight_version
         self._queue = RequestQueue(self.config.limits)
@@ -250,6 +250,9 @@ class RolloutEngine:
             "size_multiple": family.size_multiple,
             "frame_multiple": family.frame_multiple,
             "transformers": list(family.transformers),
+            "text_encoders": list(family.text_encoders(defaults.max_sequence_length)),
+            "prompt_embeds_width": family.text_width,
+            "pooled_prompt_embeds_width": family.pooled_width,
             "threads": torch.get_num_threads(),
             "versions": {
                 "torch": torch.__version__,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from diffusion_rl.batch import Conditioning, Guidance, Size
+from diffusion_rl.batch import Conditioning, Guidance, Prompt, Size
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
@@ -25,6 +25,7 @@ class RequestState:
     schedule: Schedule
     size: Size
     seeds: tuple[int, ...]
+    prompt: Prompt
     guidance: Guidance
     max_sequence_length: int
     arrival: int

@@ -105,7 +105,7 @@ def _sample_so_far(
         trajectory = DiTTrajectory(*nothing, schedule.timesteps, schedule.sigmas)
     return RolloutSample(
         request_id=request.request_id,
-        prompt=params.prompt,
+        prompt=params.prompt or "",
         sample_index=index,
         seed=request.seeds[index],
         generated_output=None,

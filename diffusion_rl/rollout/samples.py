@@ -47,8 +47,9 @@ def plan_request(
     steps = step_count(params, defaults.num_inference_steps)
     check_step_fields(params, steps)
     length = params.max_sequence_length or defaults.max_sequence_length
-    guidance = family.guidance(params)
-    family.check_prompt(params.prompt, "prompt", length)
+    prompt, guidance = family.prompt(params), family.guidance(params)
+    assert prompt is not None  # `validate` has seen to it
+    family.check_prompt(prompt, "prompt", length)
     if guidance.negative_prompt is not None:
         family.check_prompt(guidance.negative_prompt, "negative_prompt", length)
     seeds = _seeds(params)
@@ -61,6 +62,7 @@ def plan_request(
         schedule=schedule,
         size=size,
         seeds=seeds,
+        prompt=prompt,
         guidance=guidance,
         max_sequence_length=length,
         arrival=arrival,
@@ -73,7 +75,7 @@ def condition(request: RequestState, prompts: PromptCache) -> None:
     length, guidance = request.max_sequence_length, request.guidance
     negative = guidance.negative_prompt
     request.conditioning = Conditioning(
-        positive=prompts.encode(request.params.prompt, length),
+        positive=prompts.encode(request.prompt, length),
         negative=None if negative is None else prompts.encode(negative, length),
         guidance_scale=guidance.scale,
         embedded_guidance=guidance.embedded,

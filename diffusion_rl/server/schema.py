@@ -9,7 +9,7 @@ import reprlib
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -24,6 +24,7 @@ from diffusion_rl.params import (
     StorageDtype,
     params_from_mapping,
 )
+from diffusion_rl.prompt_fields import PROMPTS
 from diffusion_rl.server.encoding import DecodeError, value_of_json
 from engine_control.errors import InvalidRequestError, LimitExceededError
 
@@ -32,8 +33,12 @@ MAX_ITEMS = 4096
 MAX_BRACKETS = 100_000  # in a body, within its texts too; far more than MAX_ITEMS rows and the longest prompts have
 MAX_NAME = 128  # characters of a field's, a step kind's or a device's name, of which none is that long
 T = TypeVar("T")
+MASK = "0 or 1 a token of "
 # The first wrong item ends the validation: an error an item would be gigabytes for a body of a few megabytes.
 Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Tensor = dict[str, Any]  # as it stands in JSON; see `encoding`
+Ids = Items[int] | Tensor
+Mask = Items[bool | int] | Tensor
 EXAMPLE: dict[str, JsonValue] = {
     "prompt": "a red square above a blue circle",
     "num_outputs_per_prompt": 4,
@@ -54,7 +59,11 @@ class RolloutRequest(BaseModel):
         strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra={"examples": [EXAMPLE]}
     )
 
-    prompt: str = Field(description="One prompt; a group of samples comes from `num_outputs_per_prompt`.")
+    prompt: str | None = Field(
+        None,
+        description="One prompt; a group of samples comes from `num_outputs_per_prompt`. Needed, if there are neither "
+        "`prompt_ids` nor `prompt_embeds`.",
+    )
     negative_prompt: str | None = Field(None, description="For classifier-free guidance.")
     seed: int | None = Field(None, description="Sample i has seed `seed + i`. Left out, one is chosen and returned.")
     generator_device: str = Field(
@@ -113,8 +122,21 @@ class RolloutRequest(BaseModel):
         "one here too), null to begin anew; with the aborted request's other fields, `seed` included, and the samples' "
         "`seeds`.",
     )
+    prompt_ids: Ids | None = Field(None, description="The prompt as tokens of the first text encoder, all of them.")
+    prompt_mask: Mask | None = Field(None, description=f"{MASK}`prompt_ids`: which are no padding.")
+    extra_prompt_ids: dict[str, Any] | None = Field(None, description="Those of other text encoders, by name.")
+    prompt_embeds: Tensor | None = Field(None, description="The prompt as embeddings: a tensor `[L, D]`.")
+    prompt_embeds_mask: Mask | None = Field(None, description=f"{MASK}`prompt_embeds`, where the pipeline has one.")
+    pooled_prompt_embeds: Tensor | None = Field(None, description="`[P]`, with `prompt_embeds` (SD3, FLUX).")
+    negative_prompt_ids: Ids | None = Field(None, description="The negative prompt as tokens.")
+    negative_prompt_mask: Mask | None = Field(None, description=f"{MASK}`negative_prompt_ids`.")
+    negative_extra_prompt_ids: dict[str, Any] | None = Field(None, description="As `extra_prompt_ids`.")
+    negative_prompt_embeds: Tensor | None = Field(None, description="The negative prompt as embeddings.")
+    negative_prompt_embeds_mask: Mask | None = Field(None, description=f"{MASK}`negative_prompt_embeds`.")
+    negative_pooled_prompt_embeds: Tensor | None = Field(None, description="With `negative_prompt_embeds`.")
 
 
+TENSORS_IN = ("resume_from", *(name for prompt in PROMPTS.values() for name in astuple(prompt)))
 PARAM_NAMES = tuple(field.name for field in fields(RolloutParams))
 NO_USE_HERE = ("image_path", "boundary_ratio")
 EXTRA_NAMES = ("boundary_ratio", "quality")  # known in extra_sampling_params alone
@@ -175,8 +197,7 @@ def parse_rollout_request(
             hint="They are two names of one field: send one of them.",
         )
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
-    if "resume_from" in params:
-        params["resume_from"] = _with_tensors(params["resume_from"])
+    params |= {name: _with_tensors(name, params[name]) for name in TENSORS_IN if name in params}
     if "seed" not in params and "seeds" not in params:
         params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))
     parsed = params_from_mapping(params)
@@ -184,13 +205,13 @@ def parse_rollout_request(
     return ParsedRequest(request.rid or uuid.uuid4().hex, parsed)
 
 
-def _with_tensors(entries: list[Any]) -> list[Any]:
+def _with_tensors(name: str, value: Any) -> Any:
     try:
-        return [value_of_json(entry) for entry in entries]
+        return value_of_json(value)
     except DecodeError as error:
         raise InvalidRequestError(
             f"a tensor in it can't be read: {error}",
-            field="resume_from",
+            field=name,
             hint='Send {"__tensor__": true, "data": ...} as it came in a JSON reply.',
         ) from error
 
@@ -211,10 +232,6 @@ def validated(values: Mapping[str, Any]) -> RolloutRequest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = [str(part) for part in first["loc"]]
-        if first["type"] == "missing":
-            raise InvalidRequestError(
-                f"a request needs a {path[0]}", field=path[0], hint="Send a non-empty string."
-            ) from error
         where = f" at {'.'.join(path)}" if len(path) > 1 else ""
         raise InvalidRequestError(
             f"wrong type or value{where}: {first['msg'][0].lower()}{first['msg'][1:]}",
