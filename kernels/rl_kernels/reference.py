@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rl_kernels.attention import AttentionPlan
     from rl_kernels.joint_qkv import Stream
 
+SHORTEST = 1e-12  # a vector that is normalised counts as at least so long, as `F.normalize` has it
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x `[..., K]`, weight `[N, K]`, bias `[N]`, result `[..., N]`."""
@@ -88,6 +90,30 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
     return _affine(normed, weight, None).to(x.dtype)
 
 
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    silu: bool = False,
+) -> torch.Tensor:
+    """x `[B, C, ...]`, weight and bias `[C]`: the library's group norm, then x * sigmoid(x) if `silu`."""
+    normed = F.group_norm(x.float(), groups, _float(weight), _float(bias), eps)
+    return (F.silu(normed) if silu else normed).to(x.dtype)
+
+
+def channel_norm(
+    x: torch.Tensor, gamma: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = False
+) -> torch.Tensor:
+    """x `[B, C, ...]`, gamma and bias `[C]`: x / |x| * sqrt(C) * gamma + bias over C, then x * sigmoid(x) if `silu`."""
+    shape = (-1,) + (1,) * (x.dim() - 2)
+    normed = F.normalize(x.float(), dim=1, eps=SHORTEST) * (x.shape[1] ** 0.5 * gamma.float().reshape(shape))
+    normed = normed if bias is None else normed + bias.float().reshape(shape)
+    return (F.silu(normed) if silu else normed).to(x.dtype)
+
+
 def modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
     """x `[B, T, D]`, scale and shift `[B, D]`: layer_norm(x) * (1 + scale) + shift."""
     normed = layer_norm(x.float(), eps=eps)
@@ -143,3 +169,7 @@ def joint_qkv(
 def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     x = x if weight is None else x * weight.float()
     return x if bias is None else x + bias.float()
+
+
+def _float(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.float()

@@ -50,17 +50,20 @@ def replacements(model: torch.nn.Module, forwards: Mapping[type[torch.nn.Module]
     ahead = [model]
     while ahead:
         module = ahead.pop()
-        own = vars(module).get("forward")
-        function = next((f for cls, f in forwards.items() if _runs_forward_of(module, cls)), None)
-        if function is not None and (own is None or isinstance(own, _Switched)):
+        function = next((f for cls, f in forwards.items() if runs_forward_of(module, cls)), None)
+        if function is not None:
             found.append(Replacement(module, function))
         else:
             ahead += module.children()
     return tuple(found)
 
 
-def _runs_forward_of(module: torch.nn.Module, cls: type[torch.nn.Module]) -> bool:
-    return isinstance(module, cls) and type(module).forward is cls.forward
+def runs_forward_of(module: object, cls: type[torch.nn.Module]) -> bool:
+    """Whether the module's forward is the one that `cls` gives it, and nobody but this file has replaced it."""
+    if not isinstance(module, cls) or type(module).forward is not cls.forward:
+        return False
+    own = vars(module).get("forward")
+    return own is None or isinstance(own, _Switched)
 
 
 @contextmanager
