@@ -16,6 +16,7 @@ import triton.language as tl
 
 UNIT = tl.constexpr(16)
 FLOOR = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is a number
+SMALL = tl.constexpr(16)  # rows of a block that hardly waits for arithmetic
 SUMS = tl.constexpr(16)  # columns of ones that probabilities are multiplied with: a matrix product has no fewer
 
 
@@ -49,7 +50,7 @@ def _pages(pages: tl.tensor, key: tl.tensor, limit: tl.tensor, PAGE: tl.constexp
 
 
 @triton.jit
-def _split(
+def _tiles(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -59,26 +60,36 @@ def _split(
     first: tl.tensor,
     end: tl.tensor,
     limit: tl.tensor,
+    merged_top: tl.tensor,
+    merged_total: tl.tensor,
+    merged: tl.tensor,
+    top: tl.tensor,
+    totals: tl.tensor,
+    weighted: tl.tensor,
     MASKED: tl.constexpr,
     SCALE: tl.constexpr,
     PAGE: tl.constexpr,
     SLOT: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The split of keys from `first` to `end`, for queries `[ROWS, BLOCK_D]` at `position` `[ROWS]`.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The tiles of keys from `first` to `end`, for queries `[ROWS, BLOCK_D]` at `position` `[ROWS]`: what was merged
+    of whole splits before, the split in which they begin, and the page of the first tile's keys `[TILE]`, become those
+    behind the last tile.
 
-    page: of the first tile's keys `[TILE]`; that of the tile behind the last is returned, up to `limit`. Pages are read
-    a tile ahead, so that keys and values never wait for them. MASKED: some row may not see all of the split.
+    One loop over all splits, so that keys and values of the next one are on their way while one is merged; pages, up to
+    `limit`, are read a tile ahead, so that keys and values never wait for them. MASKED: some row may not see all keys.
     """
     column, within = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     ones = tl.full([TILE, SUMS], 1.0, keys.dtype.element_ty)
-    top = tl.full([ROWS], FLOOR, tl.float32)
-    totals = tl.zeros([ROWS, SUMS], tl.float32)
-    weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for tile in range(first, end, TILE):
+        if tile % SPLIT == 0:
+            merged_top, merged_total, merged = _merged(
+                merged_top, merged_total, merged, top, tl.max(totals, axis=1), weighted, SCALE
+            )
+            top, totals, weighted = _nothing(q.shape[0], BLOCK_D)
         key = tile + within
         place = (page.to(tl.int64) * PAGE + key % PAGE)[:, None] * SLOT + column[None, :]
         page = _pages(pages, key + TILE, limit, PAGE)
@@ -105,7 +116,15 @@ def _split(
         totals = tl.dot(p, ones, totals * old[:, None], input_precision="ieee")
         weighted = tl.dot(p, v, weighted * old[:, None], input_precision="ieee")
         top = highest
-    return top, tl.max(totals, axis=1), weighted, page
+    return merged_top, merged_total, merged, top, totals, weighted, page
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A split before its first key: greatest products `[ROWS]`, sums `[ROWS, SUMS]`, weighted values
+    `[ROWS, BLOCK_D]`."""
+    top, totals = tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS, SUMS], tl.float32)
+    return top, totals, tl.zeros([ROWS, BLOCK_D], tl.float32)
 
 
 @triton.jit(do_not_specialize=["pages_row", "query_row", "query_head", "first_sequence", "fewest", "most"])
@@ -152,7 +171,6 @@ def paged_attention(
         position = tl.where(real, length - queries + token, -1)
         lowest = length - queries + block * TOKENS
         end = tl.minimum(length, lowest + TOKENS)
-        seen_by_all = tl.maximum(lowest + 1, 0) // SPLIT * SPLIT
         head = kv_head * SHARED + shared
         column = tl.arange(0, BLOCK_D)
         inside = real[:, None] & (column < HEAD_DIM)[None, :]
@@ -163,22 +181,23 @@ def paged_attention(
         SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
         keys += kv_head * HEAD_DIM
         values += kv_head * HEAD_DIM
-        top = tl.full([ROWS], FLOOR, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        top, totals, weighted = _nothing(ROWS, BLOCK_D)
+        merged_top, merged_total, merged = top, tl.max(totals, axis=1), weighted
         page = _pages(pages, tl.arange(0, TILE), end, PAGE)
-        for first in range(0, seen_by_all, SPLIT):
-            top_2, total_2, weighted_2, page = _split(
-                q, keys, values, pages, page, position, first, first + SPLIT, end, False,
-                SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
+        seen_by_all = 0
+        if ROWS > SMALL:  # without masks as far as may be; blocks of single tokens wait for memory, in one loop
+            seen_by_all = tl.maximum(lowest + 1, 0) // TILE * TILE
+            merged_top, merged_total, merged, top, totals, weighted, page = _tiles(
+                q, keys, values, pages, page, position, 0, seen_by_all, end,
+                merged_top, merged_total, merged, top, totals, weighted, False,
+                SCALE, PAGE, SLOT, TILE, SPLIT, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
-            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
-        for first in range(seen_by_all, end, SPLIT):
-            top_2, total_2, weighted_2, page = _split(
-                q, keys, values, pages, page, position, first, tl.minimum(first + SPLIT, end), end, True,
-                SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
-            )  # fmt: skip
-            top, total, weighted = _merged(top, total, weighted, top_2, total_2, weighted_2, SCALE)
+        merged_top, merged_total, merged, top, totals, weighted, page = _tiles(
+            q, keys, values, pages, page, position, seen_by_all, end, end,
+            merged_top, merged_total, merged, top, totals, weighted, True,
+            SCALE, PAGE, SLOT, TILE, SPLIT, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+        _, total, weighted = _merged(merged_top, merged_total, merged, top, tl.max(totals, axis=1), weighted, SCALE)
         target = out + (at * (KV_HEADS * SHARED) + head)[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, _divided(weighted, total).to(out.dtype.element_ty), mask=inside)
 
@@ -231,13 +250,15 @@ def attend_splits(
         pages += own * pages_row
         end = tl.minimum(first + SPLIT, length)
         page = _pages(pages, first + tl.arange(0, TILE), end, PAGE)
-        top, total, weighted, _ = _split(
-            q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages, page, position, first, end, end, True,
-            SCALE, PAGE, SLOT, TILE, ROWS, HEAD_DIM, BLOCK_D,
+        top, sums, weighted = _nothing(ROWS, BLOCK_D)
+        _, _, _, top, sums, weighted, _ = _tiles(
+            q, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM, pages, page, position, first, end, end,
+            top, tl.max(sums, axis=1), weighted, top, sums, weighted, True,
+            SCALE, PAGE, SLOT, TILE, SPLIT, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
         place = (own * splits + split) * (KV_HEADS * SHARED) + head
         tl.store(tops + place, top, mask=real)
-        tl.store(totals + place, total, mask=real)
+        tl.store(totals + place, tl.max(sums, axis=1), mask=real)
         tl.store(parts + place[:, None] * HEAD_DIM + column[None, :], weighted, mask=inside)
 
 
