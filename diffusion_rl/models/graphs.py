@@ -1,8 +1,7 @@
-"""CUDA graphs: a forward's launches, captured once for each shape and replayed, for batches whose launches take longer
-than their work.
+"""CUDA graphs: a call's launches, captured once for each shape and replayed, where they take longer than their work.
 
-A graph holds the very kernels of the eager forward, so its bits are the eager forward's (certified at start-up), and a
-batch may run either way. Weights are read where they lie: what writes them in place leaves a graph valid; whoever moves
+A graph holds the very kernels of the eager call, so its bits are the eager call's (certified at start-up), and a batch
+may run either way. Weights are read where they lie: what writes them in place leaves a graph valid; whoever moves
 them calls `clear`.
 """
 
@@ -10,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,27 +27,29 @@ MAX_GRAPHS = 16
 WARM_UPS = 2
 
 GraphKey = tuple[object, ...]
+Call = Callable[[dict[str, Any]], torch.Tensor]
+"""Of arguments by name, tensors among them, and without gradients: what a graph can hold."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, the memory that it reads its arguments from, and the memory that it leaves the velocities in."""
+    """A graph, the memory that it reads its arguments from, and the memory that it leaves the result in."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
-    velocity: torch.Tensor
+    result: torch.Tensor
 
     def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
         for static, given in zip(self.inputs, _tensors(inputs), strict=True):
             static.copy_(given)
         self.graph.replay()
-        return self.velocity.clone()
+        return self.result.clone()
 
 
 class CudaGraphs:
     """A runner that captures a forward the second time that its shapes come, and keeps the `MAX_GRAPHS` used last.
 
-    What can't be captured, or is too large to gain by it, runs eagerly.
+    What can't be captured, or is too large to gain by it, runs eagerly. `run` does so with any other call.
     """
 
     def __init__(self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS) -> None:
@@ -61,12 +64,18 @@ class CudaGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def __call__(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-        device = _tensors(inputs)[0].device
-        with torch.cuda.device(device):  # capturing and replaying use the current device's stream
-            return self._run(transformer, plan, inputs)
+        forward = partial(eager, transformer, plan)
+        if len(plan.text_lengths) * (plan.image_tokens + plan.padded_text) > self._max_tokens:
+            return forward(inputs)
+        return self.run((self.variant, transformer, *_key(plan, inputs)), forward, inputs)
+
+    def run(self, key: GraphKey, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
+        """`call(inputs)`. Equal keys stand for calls of equal launches, but for what the inputs' tensors hold."""
+        with torch.cuda.device(_tensors(inputs)[0].device):  # capturing and replaying use the current device's stream
+            return self._run(key, call, inputs)
 
     def clear(self) -> None:
-        """Forgets every graph, and frees their memory: the transformer's weights lie somewhere else now."""
+        """Forgets every graph, and frees their memory: the weights that they read lie somewhere else now."""
         self._graphs.clear()
         self._seen.clear()
         self._pool = None
@@ -77,21 +86,18 @@ class CudaGraphs:
             for key in [key for key in graphs if key[0] == variant]:
                 del graphs[key]
 
-    def _run(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
-        key = (self.variant, transformer, *_key(plan, inputs))
-        if len(plan.text_lengths) * (plan.image_tokens + plan.padded_text) > self._max_tokens:
-            return eager(transformer, plan, inputs)
+    def _run(self, key: GraphKey, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
         if key not in self._graphs:
             if key not in self._seen:
                 self._remember(key)
-                return eager(transformer, plan, inputs)
-            self._graphs[key] = self._capture(transformer, plan, inputs)
+                return call(inputs)
+            self._graphs[key] = self._capture(call, inputs)
             while len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         captured = self._graphs[key]
         if captured is None:
-            return eager(transformer, plan, inputs)
+            return call(inputs)
         self.replayed += 1
         return captured.replay(inputs)
 
@@ -100,8 +106,8 @@ class CudaGraphs:
         while len(self._seen) > 8 * self._max_graphs:
             self._seen.popitem(last=False)
 
-    def _capture(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> _Captured | None:
-        """The graph of this forward; None if it does something that no graph can hold."""
+    def _capture(self, call: Call, inputs: dict[str, Any]) -> _Captured | None:
+        """The graph of this call; None if it does something that no graph can hold."""
         arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -111,18 +117,18 @@ class CudaGraphs:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                eager(transformer, plan, arguments)
+                call(arguments)
         torch.cuda.current_stream().wait_stream(side)
         try:
             # Errors of this thread alone: another one may copy a reply meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                velocity = eager(transformer, plan, arguments)
+                result = call(arguments)
         except RuntimeError:
-            logger.warning("a forward can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
+            logger.warning("a call can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
             torch.cuda.synchronize()
             return None
         self.captured += 1
-        return _Captured(graph, _tensors(arguments), velocity)
+        return _Captured(graph, _tensors(arguments), result)
 
 
 def _key(plan: AttentionPlan, inputs: dict[str, Any]) -> GraphKey:
