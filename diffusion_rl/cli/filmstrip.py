@@ -35,7 +35,7 @@ def decoded_filmstrip(family: ModelFamily, sample: RolloutSample) -> Filmstrip:
 
     def decode(latent: torch.Tensor) -> torch.Tensor:
         with exact_mode():
-            return family.decode(latent.to(family.device)[None], *sample.size)[0].cpu()
+            return family.pictures(latent.to(family.device)[None], *sample.size)[0].cpu()
 
     return _filmstrip(sample, decode, "decoded by the VAE")
 

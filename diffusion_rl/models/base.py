@@ -21,6 +21,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_rl.batch import FIRST, Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows, Size, size_of
+from diffusion_rl.models.decoder import Decoding
 from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.prompt_encoding import PromptEncoding
 from diffusion_rl.models.runner import Runner, eager
@@ -85,6 +86,7 @@ class ModelFamily(PromptEncoding):
         self.choices: Choices = EXACT
         self.certificate: Certificate | None = None
         self.runner: Runner = eager
+        self.decoding = Decoding()
         self.tensor: TensorParallel | None = None
         # Asking the module walks all its parameters, which is too slow for every step.
         self.decodes_together: Size | None = None
@@ -221,6 +223,10 @@ class ModelFamily(PromptEncoding):
     ) -> torch.Tensor:
         """The guided velocity `[n, ...]` from those without and with the prompt, by each sample's conditioning."""
         return combine_guidance(negative, positive, guidance_scales(conditioning))
+
+    def pictures(self, latents: torch.Tensor, *size: int) -> torch.Tensor:
+        """`decode`, in the way that was chosen for it on this device."""
+        return self.decoding(self.decode, latents, *size)
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

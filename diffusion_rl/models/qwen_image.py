@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageDecoder3d
 
 from diffusion_rl.batch import Conditioning, PromptEmbeds, Rows
 from diffusion_rl.models.base import host_copy
 from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
-from diffusion_rl.models.single_frame import first_frame
+from diffusion_rl.models.single_frame import first_frame, without_memory
 from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.sample import CondValue
@@ -97,7 +97,9 @@ class QwenImageFamily(PackedLatentFamily):
 
     @cached_property
     def _first_frames(self) -> tuple[Replacement, ...]:
-        return replacements(self.pipeline.vae, {QwenImageCausalConv3d: first_frame})
+        vae = self.pipeline.vae
+        layers = replacements(vae, {QwenImageCausalConv3d: first_frame})
+        return *layers, *replacements(vae, {QwenImageDecoder3d: without_memory})
 
     def cond_kwargs(self, prompt: PromptEmbeds, height: int, width: int) -> dict[str, CondValue]:
         length = len(prompt.prompt_embeds)

@@ -3,6 +3,8 @@
 Such a layer looks at its frame and at the ones before it, which are zeros for the first. All of its kernel but the last
 slice in time multiplies zeros, so a 2D convolution by that slice is the same sum in a third of the operations, and
 libraries compute it faster. It is summed in another order: pictures differ from the stock layer's by rounding.
+
+Nor does anybody come after a single frame, for whom its decoder would have to keep a copy of what each layer got.
 """
 
 from __future__ import annotations
@@ -28,3 +30,9 @@ def first_frame(conv: Any, x: torch.Tensor, cache_x: torch.Tensor | None = None)
         frame = frame.contiguous(memory_format=torch.channels_last)
     kernel = conv.weight[:, :, -1]
     return F.conv2d(frame, kernel, conv.bias, conv.stride[1:], (top, left), conv.dilation[1:]).unsqueeze(2)
+
+
+def without_memory(decoder: Any, x: torch.Tensor, *caches: Any, **named_caches: Any) -> torch.Tensor:
+    """The forward of a diffusers `...Decoder3d` for a video of one frame: the same layers, and no copies for later."""
+    picture: torch.Tensor = type(decoder).forward(decoder, x)
+    return picture

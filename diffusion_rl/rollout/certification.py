@@ -259,7 +259,7 @@ def _decodes_together(family: ModelFamily, cache: VerdictCache | None) -> Size |
     None: at no size that was tried, so they are decoded one by one. A GPU isn't tried: its libraries choose a
     convolution by the batch size.
     """
-    size = _probe_size(family)
+    size = probe_size(family)
     if family.device.type != "cpu" or math.prod(size) > LARGEST_DECODED_SIDE**2:
         return None
     name, tried = f"decode {'x'.join(map(str, size))}", ("together",)
@@ -280,16 +280,16 @@ def _differing_pictures(family: ModelFamily, size: Size) -> str | None:
     """How many pictures, decoded together, have other bits than one by one; None: no number."""
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(DECODE_TOGETHER, *family.latent_shape(*size), generator=generator)
-    alone = torch.cat([family.decode(x[None], *size) for x in latents])
+    alone = torch.cat([family.pictures(x[None], *size) for x in latents])
     for count in range(2, DECODE_TOGETHER + 1):
         first, last = slice(0, count), slice(DECODE_TOGETHER - count, None)
         for part in (first, last):
-            if not torch.equal(family.decode(latents[part], *size), alone[part]):
+            if not torch.equal(family.pictures(latents[part], *size), alone[part]):
                 return f"{count} pictures"
     return None
 
 
-def _probe_size(family: ModelFamily) -> Size:
+def probe_size(family: ModelFamily) -> Size:
     """Of a probe's samples: square, of the default size, or of `LARGEST_SIDE`; a video is smaller, and short."""
     multiple, frames, defaults = family.size_multiple, family.frame_multiple, family.defaults
     largest = LARGEST_SIDE if frames is None else LARGEST_VIDEO_SIDE
@@ -306,7 +306,7 @@ def probe_batches(family: ModelFamily) -> list[DenoiseBatch]:
 @torch.no_grad()
 def probe_batch(family: ModelFamily) -> DenoiseBatch:
     """Guided samples at different steps, with prompts of two lengths, of the default size or a smaller one."""
-    defaults, size = family.defaults, _probe_size(family)
+    defaults, size = family.defaults, probe_size(family)
     short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in family.probe_prompts)
     told = defaults.embedded_guidance
     conditioning = tuple(

@@ -33,6 +33,7 @@ from diffusion_rl.rollout.batcher import pick_batch
 from diffusion_rl.rollout.certification import DECODE_TOGETHER, cache_of, make_exact
 from diffusion_rl.rollout.compilation import compile_family, compiled_rows
 from diffusion_rl.rollout.decisions import Add, Admit, Advance, Remove, Retire, Retract, digest, keys
+from diffusion_rl.rollout.decoding import choose_decoding
 from diffusion_rl.rollout.in_flight import Departure, Departures, StepsInFlight
 from diffusion_rl.rollout.prompt_cache import PromptCache
 from diffusion_rl.rollout.queue import RequestQueue, RequestState, SampleState
@@ -116,6 +117,8 @@ class RolloutEngine:
         if not self.ranks.arrangement.splits_forward:  # ranks that share a forward have chosen together
             family.runner = eager  # whatever another engine chose for it
             self.exactness = self._choose_runner(self.exactness)
+        graphs, cache = self.config.cuda_graphs, cache_of(self.config)
+        self.exactness = choose_decoding(family, self.exactness, cuda_graphs=graphs, cache=cache)
         self.weight_version = self.config.weight_version
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
@@ -384,7 +387,7 @@ class RolloutEngine:
         if samples[0].request.params.output_type == "latent":
             return [None] * len(samples)
         try:
-            pictures = self.family.decode(torch.stack([s.latents for s in samples]), *samples[0].request.size)
+            pictures = self.family.pictures(torch.stack([s.latents for s in samples]), *samples[0].request.size)
         except torch.AcceleratorError:
             raise  # a broken device is everybody's
         except Exception:
@@ -401,7 +404,7 @@ class RolloutEngine:
     ) -> None:
         """Begins to copy a sample's result. A picture that couldn't be decoded with others is decoded now, alone."""
         if picture is None and request.params.output_type != "latent":
-            picture = self.family.decode(sample.latents[None], *request.size)[0]
+            picture = self.family.pictures(sample.latents[None], *request.size)[0]
         result, finite = finished_sample(self.family, sample, picture, self._copies)
         self._departures.add(Departure(sample, result, finite, self._copies.landing(), decoding))
 

@@ -95,8 +95,9 @@ class RankWeights:
         return local_tensor(tensor)
 
     def drop_graphs(self) -> None:
-        if isinstance(self._family.runner, CudaGraphs):
-            self._family.runner.clear()
+        for graphs in (self._family.runner, self._family.decoding.graphs):
+            if isinstance(graphs, CudaGraphs):
+                graphs.clear()
 
 
 def rank_settings(config: EngineConfig, rank: int) -> RankSettings:
