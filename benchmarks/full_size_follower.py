@@ -1,9 +1,10 @@
-"""A rank of a full-size shape: `python -m benchmarks.full_size_follower DESCRIPTOR`, started by rank 0."""
+"""A rank of a full-size shape: rank 0 has its `main()` run in a process."""
 
 from __future__ import annotations
 
 from benchmarks.full_size import load
-from diffusion_rl.rollout.follower import main
+from diffusion_rl.rollout import follower
 
-if __name__ == "__main__":
-    main(load)
+
+def main() -> None:
+    follower.main(load)

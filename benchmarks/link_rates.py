@@ -1,6 +1,6 @@
 """At what rate do ranks exchange? The limit of what several ranks do together, measured in the run that it limits.
 
-`link_rates` starts a process for each rank, which runs `python -m benchmarks.link_rates DESCRIPTOR`.
+`link_rates` starts a process for each rank, which runs `main`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,3 @@ def _broadcast(group: RankGroup, x: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     group._backend.broadcast([given], options).wait()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The engine of a training loop, in a process of its own: `python -m benchmarks.loop_engine DESCRIPTOR`.
+"""The engine of a training loop, in a process of its own.
 
 `LoopEngine` is the loop's end. A shape of random weights (`full_size`) on one rank or several, with its control layer;
 what it is asked is answered in order.
@@ -114,7 +114,3 @@ def _done(loop: StepLoop[Any, Any], asked: Mapping[str, Any]) -> Any:
     waiting = [loop.submit(f"request-{index}", params_from_mapping(fields)) for index, fields in requests]
     loop.run_until_idle()
     return {"groups": [one.result() for one in waiting], "seconds": measure.now() - began}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """An engine of one or several ranks in processes of its own, for benchmarks that compare layouts in one run.
 
-`RankedEngine` is the benchmark's side; `python -m benchmarks.ranked_engine DESCRIPTOR` is rank 0's process. Each rank
-gets its share of the cores that one process would use alone.
+`RankedEngine` is the benchmark's side; `main` is rank 0's process. Each rank gets its share of the
+cores that one process would use alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,3 @@ def _tensors(sample: RolloutSample) -> list[torch.Tensor]:
     trajectory = sample.dit_trajectory
     found = (sample.generated_latents, sample.rollout_log_probs, None if trajectory is None else trajectory.latents)
     return [tensor for tensor in found if tensor is not None]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A trainer of another process: `python -m benchmarks.refit_sender DESCRIPTOR`, for `bench_refit`.
+"""A trainer in a process of its own, for `bench_refit`.
 
 It holds weights of the model's names and shapes in one flat buffer, as a trainer with flat parameters does. On request
 it hands them out over IPC: where they lie in that buffer, by a handle for each tensor, or packed into a double buffer.
@@ -15,10 +15,10 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from engine_control.child import connection_from_descriptor
-from engine_control.refit.backends._mapping import CudaBuffer, HostBuffer
 from engine_control.refit.backends.ipc import ALIGNMENT, IpcSender
 from engine_control.refit.manifest import manifest_of
 from engine_control.refit.payload.devices import device_uuid
+from engine_control.refit.shared_buffers import CudaBuffer, HostBuffer
 from engine_control.wire import PeerClosedError, receive_message, send_message
 
 
@@ -112,7 +112,3 @@ def handles(weights: dict[str, torch.Tensor], device: torch.device) -> dict[str,
         "shapes": [list(t.shape) for t in weights.values()],
         "ipc_handles": found,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -22,12 +22,13 @@ Pipe = int | IO[bytes] | None
 def start_child(
     module: str, environment: Mapping[str, str], *, stdin: Pipe = None, stdout: Pipe = None, stderr: Pipe = None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Runs `python -m module DESCRIPTOR` with the environment, and returns the process and this end of its socket."""
+    """Runs the module's `main()` in a process with that environment, which finds the descriptor of its socket in
+    `sys.argv[1]`. Returns the process and this end of the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", "engine_control.start", module, str(theirs.fileno())],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

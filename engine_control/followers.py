@@ -57,7 +57,7 @@ class Followers:
         *,
         on_death: Callable[[EngineDiedError], None],
     ) -> None:
-        """Starts `python -m module DESCRIPTOR` once for each environment, and waits for none of them.
+        """Starts a process that runs the module's `main()` for each environment, and waits for none of them.
 
         `on_death` is called once, in a thread of its own, when a follower ends that wasn't told to.
         """

@@ -65,7 +65,7 @@ class EngineSupervisor:
         environment: Mapping[str, str],
         policy: RestartPolicy | None = None,
     ) -> None:
-        """`module` is run with `python -m`, gets the socket's descriptor as its argument and `config` on its stdin."""
+        """The process runs `module`'s `main()` (`engine_control.child`), and gets `config` on its stdin."""
         self._module = module
         self._config = config
         self._environment = dict(environment)

@@ -1,7 +1,12 @@
-"""One real service for the whole session: an HTTP process, and its engine process with the tiny SD3 pipeline."""
+"""One real service for the whole session: an HTTP process, and its engine process with the tiny SD3 pipeline.
+
+Model libraries are imported in functions: the process that hands out tests to others needs none, and in the others
+collections of garbage are off while tests, and with them the libraries, are imported.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -13,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import tiny_models
-from tiny_llms import make_tiny_llm
 
-from diffusion_rl.client import RolloutClient
+if TYPE_CHECKING:
+    from diffusion_rl.client import RolloutClient
 
 REPOSITORY = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0
@@ -34,8 +39,10 @@ SERVE = """
 import json, sys
 from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig
 from diffusion_rl.params import Limits
-from diffusion_rl.server.app import serve
 from engine_control.config import ControlConfig
+from engine_control.start import without_collections
+with without_collections():
+    from diffusion_rl.server.app import serve
 engine, limits, server = json.loads(sys.argv[1])
 parallel = ParallelConfig(**engine.pop("parallel", {}))
 control = ControlConfig(**engine.pop("control", {}))
@@ -44,8 +51,10 @@ serve(EngineConfig(**engine, parallel=parallel, control=control, limits=Limits(*
 SERVE_LLM = """
 import json, sys
 from engine_control.config import ControlConfig
+from engine_control.start import without_collections
 from llm_runtime.config import LLMConfig, ServerConfig
-from llm_runtime.server.app import serve
+with without_collections():
+    from llm_runtime.server.app import serve
 engine, server = json.loads(sys.argv[1])
 serve(LLMConfig(**engine, control=ControlConfig(enable_memory_saver=True)), ServerConfig(**server))
 """
@@ -70,6 +79,8 @@ class Service:
         self.http = httpx.Client(base_url=self.base_url, timeout=120)
 
     def client(self, wire: str = "safetensors") -> RolloutClient:
+        from diffusion_rl.client import RolloutClient
+
         return RolloutClient(self.base_url, timeout=120, wire=wire)  # type: ignore[arg-type]
 
     def generate(self, body: object, **headers: str) -> httpx.Response:
@@ -104,10 +115,19 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="diffusion-rl-verdicts-")
     config.add_cleanup(folder.cleanup)
     os.environ["DIFFUSION_RL_VERDICT_CACHE"] = folder.name
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on collections walk what tests make, not what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
 def tiny_sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_models
+
     return tiny_models.save(tiny_models.sd3_pipeline(), tmp_path_factory.mktemp("models") / "sd3")
 
 
@@ -125,6 +145,8 @@ def service(tiny_sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def tiny_llm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_llms import make_tiny_llm
+
     return make_tiny_llm(tmp_path_factory.mktemp("models") / "llm")
 
 

@@ -1,8 +1,9 @@
-"""A real engine of the step loop's contract without a model: a request counts down, one a step. `python -m
-countdown_engine DESCRIPTOR` serves it, as an engine process does."""
+"""A real engine of the step loop's contract without a model: a request counts down, one a step. `main`
+serves it, as an engine process does."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -89,8 +90,6 @@ def main() -> None:
     worker: EngineWorker[dict[str, object], dict[str, object]] = EngineWorker(
         connection, read_request=dict, write_result=dict
     )
-    worker.run(lambda: (StepLoop(engine), {"config": config}))
-
-
-if __name__ == "__main__":
-    main()
+    worker.run(
+        lambda: (StepLoop(engine), {"config": config, "kept": gc.get_freeze_count(), "collects": gc.isenabled()})
+    )

@@ -1,4 +1,4 @@
-"""A follower process that keeps a list of what it was told: `python -m listing_follower DESCRIPTOR`."""
+"""A follower process that keeps a list of what it was told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,3 @@ def main() -> None:
         return told
 
     follow(connection_from_descriptor(int(sys.argv[1])), handle)
-
-
-if __name__ == "__main__":
-    main()

@@ -60,7 +60,9 @@ def test_requests_aborts_and_calls_reach_the_engine_and_stopping_ends_its_proces
         with pytest.raises(EngineUnavailableError, match="starting"):
             await supervisor.submit("early", {"steps": 1})
         await supervisor.wait_ready()
-        assert supervisor.description == {"config": '{"a": 1}'}
+        assert supervisor.description["config"] == '{"a": 1}'
+        assert supervisor.description["kept"] > 100_000  # of torch: no collection walks them
+        assert supervisor.description["collects"]
         tensor = torch.arange(300_000)
         result = await supervisor.submit("a", {"steps": 2, "tensor": tensor})
         assert result["step"] == 2

@@ -9,6 +9,7 @@ from diffusion_rl.config import EngineConfig, ParallelConfig, ServerConfig, defa
 from diffusion_rl.params import Limits
 from engine_control.commands import INTERRUPTED
 from engine_control.config import ControlConfig
+from engine_control.start import without_collections
 
 ENGINE, SERVER, LIMITS, RANKS = EngineConfig(), ServerConfig(), Limits(), ParallelConfig()
 CONTROL = ControlConfig()
@@ -37,6 +38,7 @@ def serve(
     enable_cfg_parallel: options.CfgParallel = RANKS.enable_cfg_parallel,
     guidance: options.Guidance = RANKS.guidance,
     share_device: options.ShareDevice = RANKS.share_device,
+    sequence_exchange: options.SequenceExchange = RANKS.sequence_exchange,
     weight_version: options.WeightVersion = ENGINE.weight_version,
     implicit_weight_sessions: options.ImplicitSessions = CONTROL.implicit_weight_sessions,
     weight_session_timeout: options.SessionTimeout = CONTROL.weight_session_timeout_s,
@@ -86,6 +88,7 @@ def serve(
         guidance=guidance,
         share_device=share_device,
         tp_size=tp_size,
+        sequence_exchange=sequence_exchange,
     )
     engine_config = EngineConfig(
         chosen,
@@ -124,7 +127,8 @@ def serve(
         body_timeout_s=body_timeout_s,
         send_timeout_s=send_timeout_s,
     )
-    from diffusion_rl.server.app import serve as serve_http
+    with without_collections():
+        from diffusion_rl.server.app import serve as serve_http
 
     try:
         serve_http(engine_config, server_config)

@@ -1,4 +1,4 @@
-"""A rank that follows rank 0: `python -m diffusion_rl.rollout.follower DESCRIPTOR`.
+"""A rank that follows rank 0, in a process that rank 0 starts (`engine_control.followers`).
 
 It holds the samples that rank 0 has in flight and takes their steps on the full latents, as rank 0 does, but it keeps
 no trajectory, decodes nothing, and decides nothing.
@@ -43,6 +43,7 @@ from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
 from engine_control.groups import Rendezvous
 from engine_control.rank import Outcome, RankCommand, RankControl
+from engine_control.start import keep_what_is_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class _Life:
         if not arrangement.splits_forward:
             choose_runner(self._family, exactness, cuda_graphs=self._config.cuda_graphs)
         self._follower = Follower(self._family, self._config, arrangement, self._load.rank)
+        keep_what_is_loaded()
         return exactness.enabled
 
 
@@ -157,7 +159,3 @@ def main(load: Loader = load_rank) -> None:
         library.set_verbosity_error()
         library.disable_progress_bar()
     follow(connection, _Life(load).handle)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""The engine process: `python -m diffusion_rl.server.worker DESCRIPTOR`, started by the service with an `EngineConfig`
-as JSON on its standard input. Imports no FastAPI."""
+"""The engine process, started by the service (`engine_control.child`) with an `EngineConfig` as JSON on its standard
+input. Imports no FastAPI."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from diffusion_rl.params import RolloutParams, params_from_mapping
 from diffusion_rl.sample import RolloutSample
 from engine_control.child import connection_from_descriptor
 from engine_control.errors import EngineDiedError
+from engine_control.start import keep_what_is_loaded, without_collections
 from engine_control.step_loop import StepLoop
 from engine_control.worker import EngineWorker
 
@@ -35,15 +35,15 @@ def main() -> None:
 def _build(
     config: EngineConfig, worker: EngineWorker[RolloutParams, list[RolloutSample]]
 ) -> tuple[StepLoop[RolloutParams, list[RolloutSample]], Mapping[str, object]]:
-    from diffusion_rl.rollout.engine import build_engine  # seconds of imports, while the socket is already watched
+    with without_collections():  # seconds of imports, while the socket is already watched
+        from diffusion_rl.rollout.engine import build_engine
 
     engine = build_engine(config, on_death=_end)
     engine.on_sample = lambda request_id, sample: worker.send_ahead(request_id, large_tensors(sample))
     loop = StepLoop(engine)
     control = engine.controlled_by(loop)
     loop.register("describe", lambda arguments: {**engine.describe(), "control": control.state.describe()})
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no collection walks it again, in the middle of a step or a refit
+    keep_what_is_loaded()
     return loop, engine.describe()
 
 
@@ -60,7 +60,3 @@ def _end(error: EngineDiedError) -> None:
     """Another rank is gone, and was named in the log. Ends this process too, wherever it stands: the service sees it,
     and starts both anew."""
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

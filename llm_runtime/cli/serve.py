@@ -6,6 +6,7 @@ import typer
 
 from engine_control.commands import INTERRUPTED
 from engine_control.config import ControlConfig
+from engine_control.start import without_collections
 from llm_runtime.cli import options
 from llm_runtime.config import LLMConfig, ServerConfig
 
@@ -103,7 +104,8 @@ def serve(
         body_timeout_s=body_timeout_s,
         send_timeout_s=send_timeout_s,
     )
-    from llm_runtime.server.app import serve as serve_http
+    with without_collections():
+        from llm_runtime.server.app import serve as serve_http
 
     try:
         serve_http(llm_config, server_config)

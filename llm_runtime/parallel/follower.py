@@ -1,4 +1,4 @@
-"""A rank that follows rank 0: `python -m llm_runtime.parallel.follower DESCRIPTOR`.
+"""A rank that follows rank 0, in a process that rank 0 starts (`engine_control.followers`).
 
 It computes its part of every batch, and carries out every command of the control layer. It decides nothing.
 """
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from engine_control.child import connection_from_descriptor
 from engine_control.followers import follow
 from engine_control.rank import RankCommand, RankControl
+from engine_control.start import keep_what_is_loaded
 from llm_runtime.config import LLMConfig
 from llm_runtime.engine.batches import ForwardBatch
 from llm_runtime.engine.certification import make_exact
@@ -67,6 +68,7 @@ class Follower:
             RankWeights(runner, self._config, lambda: None), rank_settings(self._config, self._rank)
         )
         self._runner = runner
+        keep_what_is_loaded()
         return exactness.enabled
 
 
@@ -76,7 +78,3 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="follower: %(levelname)s %(message)s")
     transformers_logging.set_verbosity_error()  # rank 0 loads the same, and says so
     follow(connection, Follower().handle)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""The engine process: `python -m llm_runtime.server.worker DESCRIPTOR`, started by the service with an `LLMConfig` as
-JSON on its standard input. Imports no FastAPI."""
+"""The engine process, started by the service (`engine_control.child`) with an `LLMConfig` as JSON on its standard
+input. Imports no FastAPI."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ import msgspec
 
 from engine_control.child import connection_from_descriptor
 from engine_control.errors import EngineDiedError, InvalidRequestError
+from engine_control.start import keep_what_is_loaded, without_collections
 from engine_control.step_loop import StepLoop
 from engine_control.worker import EngineWorker
 from llm_runtime.config import LLMConfig
@@ -40,14 +40,14 @@ def _request(plain: Any) -> GenerateRequest:
 
 
 def _build(config: LLMConfig) -> tuple[StepLoop[GenerateRequest, GenerateOutput], Mapping[str, object]]:
-    from llm_runtime.engine.engine import build_engine  # seconds of imports, while the socket is already watched
+    with without_collections():  # seconds of imports, while the socket is already watched
+        from llm_runtime.engine.engine import build_engine
 
     engine = build_engine(config, on_death=_end)
     loop = StepLoop(engine)
     control = engine.controlled_by(loop)
     loop.register("describe", lambda arguments: {**engine.describe(), "control": control.state.describe()})
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no collection walks it again, in the middle of a step or a refit
+    keep_what_is_loaded()
     return loop, engine.describe()
 
 
@@ -55,7 +55,3 @@ def _end(error: EngineDiedError) -> None:
     """Another rank is gone, and was named in the log. Ends this process too, wherever it stands: the service sees it,
     and starts both anew."""
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
