@@ -34,6 +34,7 @@ from benchmarks.full_size import SHAPES, asked, load, run
 from benchmarks.link_rates import link_rates
 from benchmarks.profile_step import account_of
 from diffusion_rl.config import EngineConfig, ParallelConfig
+from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.rollout.engine import RolloutEngine
 from diffusion_rl.rollout.startup import start_ranks
@@ -114,7 +115,7 @@ def options() -> argparse.ArgumentParser:
         default=[case("sd3.5-medium:512")],
         help=f"SHAPE:SIZE[:SAMPLES], those of a shape side by side; shapes: {', '.join(SHAPES)}",
     )
-    parser.add_argument("--layouts", default="sp2", help="such as sp2,sp4,cfg2,sp2cfg2")
+    parser.add_argument("--layouts", default="sp2", help="such as sp2,sp4,cfg2,sp2cfg2,sp2-collectives")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps of the timed group")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try it")
     parser.add_argument("--share-device", action="store_true", help="all ranks on one GPU, through the host")
@@ -163,10 +164,13 @@ def rates(ranks: int, arguments: Any) -> dict[str, Any]:
 
 
 def parallel_of(layout: str, *, share_device: bool) -> ParallelConfig:
-    """`sp2`, `cfg2` or `sp2cfg2` as a configuration."""
+    """`sp2`, `cfg2`, `sp2cfg2` or `sp2-collectives` as a configuration."""
     degrees = dict(re.findall(r"(sp|cfg)(\d+)", layout))
     return ParallelConfig(
-        sp_degree=int(degrees.get("sp", 1)), enable_cfg_parallel=degrees.get("cfg") == "2", share_device=share_device
+        sp_degree=int(degrees.get("sp", 1)),
+        enable_cfg_parallel=degrees.get("cfg") == "2",
+        share_device=share_device,
+        sequence_exchange="collectives" if layout.endswith("-collectives") else "auto",
     )
 
 
@@ -197,8 +201,10 @@ def measure_layout(
             found, row = measured(engine, one, arguments)
             if layout == ALONE:
                 expected[one] = found, row["group_seconds"]
+            runner = engine.family.runner
             row = {
                 "case": f"{one}: {layout}",
+                "launches": f"{runner.captured} graphs" if isinstance(runner, CudaGraphs) else "eager",
                 "certified": about["certified"],
                 "exact": about["enabled"],
                 "start_seconds": started,

@@ -41,6 +41,8 @@ class ParallelConfig:
     enable_cfg_parallel: one half of the ranks computes the negative prompts, the other half the positive ones.
     guidance: on one device, `batched` computes both in one forward, `split` in two, with half the activations.
     share_device: all ranks on one GPU, exchanging through the host. Slow; it shows the bits, not the speed.
+    sequence_exchange: how ranks exchange tokens for heads. `auto`: GPUs that can reach each other's memory write it,
+        and others use `collectives`. The bits are the same.
     collective_timeout_s: how long a rank waits for another one in a collective before it gives the engine up.
     """
 
@@ -52,6 +54,7 @@ class ParallelConfig:
     share_device: bool = False
     collective_timeout_s: float = 300.0
     tp_size: int = 1
+    sequence_exchange: Literal["auto", "collectives"] = "auto"
 
 
 @dataclass(frozen=True)

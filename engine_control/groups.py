@@ -24,6 +24,20 @@ class Traffic:
     bytes_sent: int = 0
     collectives: int = 0
 
+    def count(self, bytes_sent: int) -> None:
+        """One more collective."""
+        self.add(Traffic(bytes_sent, 1))
+
+    def add(self, more: Traffic) -> None:
+        self.bytes_sent += more.bytes_sent
+        self.collectives += more.collectives
+
+    def take_back(self, before: Traffic) -> Traffic:
+        """Returns to what stood there `before`; the difference."""
+        more = Traffic(self.bytes_sent - before.bytes_sent, self.collectives - before.collectives)
+        self.bytes_sent, self.collectives = before.bytes_sent, before.collectives
+        return more
+
 
 class RankGroup:
     """`size` ranks that exchange tensors of equal shapes. Every rank of the group makes the same calls in one order."""
@@ -45,7 +59,7 @@ class RankGroup:
         options = AllToAllOptions()
         options.asyncOp = False
         _settle(self._backend.alltoall_base(received, given, [], [], options))
-        self._count(given.nbytes // self.size * (self.size - 1))
+        self.traffic.count(given.nbytes // self.size * (self.size - 1))
         return received.to(x.device)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +70,7 @@ class RankGroup:
         options.asyncOp = False
         flat = gathered.view(-1), given.view(-1)  # of a list of tensors NCCL would make copies
         _settle(self._backend._allgather_base(*flat, options))
-        self._count(given.nbytes * (self.size - 1))
+        self.traffic.count(given.nbytes * (self.size - 1))
         return gathered.to(x.device)
 
     def abort(self) -> None:
@@ -67,10 +81,6 @@ class RankGroup:
 
     def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
         return (x.cpu() if self._through_host else x).contiguous()
-
-    def _count(self, nbytes: int) -> None:
-        self.traffic.bytes_sent += nbytes
-        self.traffic.collectives += 1
 
 
 def _settle(work: Any) -> None:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from diffusion_rl.parallel.sequence import IMAGE, Shards, Stage, Tokens, _HeadExchange
+from diffusion_rl.parallel.exchange import Collectives
+from diffusion_rl.parallel.sequence import Stage, _HeadExchange
+from diffusion_rl.parallel.shards import IMAGE, Shards, Tokens
 from engine_control.groups import RankGroup
 
 SHARDS = st.builds(Shards, st.integers(1, 70), st.integers(1, 70), st.booleans(), st.sampled_from([1, 2, 3, 4, 8]))
@@ -62,7 +64,7 @@ def test_ranks_attend_to_all_tokens_and_each_gets_its_own_back(size: int, text_f
 
     def of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         group = RankGroup(ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), rank, size, through_host=False)
-        exchange = _HeadExchange(shards, group)
+        exchange = _HeadExchange(shards, Collectives(group))
         exchange.stage = Stage()
         both = exchange._attention(*(shards.cut_streams(x, joint, rank) for x in whole))
         alone = exchange._attention(*(shards.cut_streams(x, image, rank) for x in pictures))

@@ -129,6 +129,10 @@ Guidance = Annotated[
 ShareDevice = Annotated[
     bool, _rank("--share-device", text="All ranks on one GPU, through the host: to check bits, not for speed.")
 ]
+SequenceExchange = Annotated[
+    Literal["auto", "collectives"],
+    _rank(text="How tokens go for heads: GPUs write each other's memory where they can, or use NCCL. Same bits."),
+]
 
 CONTROL = "Weights, pause and sleep"
 
@@ -381,10 +385,18 @@ def chosen_layout(
     guidance: Literal["batched", "split"] = "batched",
     share_device: bool,
     tp_size: int = 1,
+    sequence_exchange: Literal["auto", "collectives"] = "auto",
 ) -> ParallelConfig:
     """The ranks that the options ask for; raises where they contradict each other."""
     config = ParallelConfig(
-        sp_degree, ulysses_degree, ring_degree, enable_cfg_parallel, guidance, share_device, tp_size=tp_size
+        sp_degree,
+        ulysses_degree,
+        ring_degree,
+        enable_cfg_parallel,
+        guidance,
+        share_device,
+        tp_size=tp_size,
+        sequence_exchange=sequence_exchange,
     )
     layout_of(config)
     return config

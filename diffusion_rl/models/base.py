@@ -2,7 +2,7 @@
 
 The engine calls, for each request: `check_fields`, `size`, `check_size`, `prompt`, `guidance`, `check_prompt`,
 `schedule`, and `encode_prompt` (once a prompt); for each step of a batch: `predict`; for each finished sample:
-`decode`. `replay` calls `predict` again, with the trainer's transformer.
+`pictures`. `replay` calls `predict` again, with the trainer's transformer.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class ModelFamily(PromptEncoding):
         arrangement over ranks, every rank makes this call with an equal batch, and each gets the whole result.
         """
         model, arrangement = transformer or self.transformers[batch.transformer], arrangement or Arrangement()
-        alone = transformer is None and not arrangement.splits_forward and not torch.is_grad_enabled()
-        runner = self.runner if alone else eager
+        own = transformer is None and arrangement.capturable and not torch.is_grad_enabled()
+        runner = self.runner if own else eager
 
         def forward(rows: Rows) -> torch.Tensor:
             plan, inputs = self.transformer_inputs(rows)

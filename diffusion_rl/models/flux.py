@@ -12,7 +12,8 @@ from diffusion_rl.batch import Guidance, Prompt, PromptEmbeds, Rows
 from diffusion_rl.models.base import host_copy, vae_pictures
 from diffusion_rl.models.packed import PackedLatentFamily
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
-from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
+from diffusion_rl.parallel.sequence import SequenceSpec, Stage
+from diffusion_rl.parallel.shards import Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion_rl.models.runner import eager
+from engine_control.groups import Traffic
 from rl_kernels import AttentionPlan
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     result: torch.Tensor
+    sent: Traffic  # by one replay
 
     def replay(self, inputs: dict[str, Any]) -> torch.Tensor:
         for static, given in zip(self.inputs, _tensors(inputs), strict=True):
@@ -52,12 +54,16 @@ class CudaGraphs:
     What can't be captured, or is too large to gain by it, runs eagerly. `run` does so with any other call.
     """
 
-    def __init__(self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(
+        self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS, traffic: Traffic | None = None
+    ) -> None:
+        """traffic: the account of what a call sends to other ranks, which a replay doesn't keep by itself."""
         self.captured = 0
         self.replayed = 0
         self.variant: str | None = None  # the adapter that is in force, whose hooks a graph holds too
         self._max_tokens = max_tokens
         self._max_graphs = max_graphs
+        self._traffic = traffic or Traffic()
         self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
         self._seen: OrderedDict[GraphKey, None] = OrderedDict()
         self._pool: Any = None
@@ -99,6 +105,7 @@ class CudaGraphs:
         if captured is None:
             return call(inputs)
         self.replayed += 1
+        self._traffic.add(captured.sent)
         return captured.replay(inputs)
 
     def _remember(self, key: GraphKey) -> None:
@@ -119,6 +126,7 @@ class CudaGraphs:
             for _ in range(WARM_UPS):
                 call(arguments)
         torch.cuda.current_stream().wait_stream(side)
+        before = replace(self._traffic)
         try:
             # Errors of this thread alone: another one may copy a reply meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
@@ -127,8 +135,10 @@ class CudaGraphs:
             logger.warning("a call can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
             torch.cuda.synchronize()
             return None
+        finally:
+            sent = self._traffic.take_back(before)  # nothing was: capturing only writes down
         self.captured += 1
-        return _Captured(graph, _tensors(arguments), result)
+        return _Captured(graph, _tensors(arguments), result, sent)
 
 
 def _key(plan: AttentionPlan, inputs: dict[str, Any]) -> GraphKey:

@@ -15,7 +15,8 @@ from diffusion_rl.models.fused_blocks import QWEN_IMAGE_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.models.single_frame import first_frame, without_memory
-from diffusion_rl.parallel.sequence import SequenceSpec, Stage, Tokens
+from diffusion_rl.parallel.sequence import SequenceSpec, Stage
+from diffusion_rl.parallel.shards import Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.sample import CondValue
 from rl_kernels import AttentionPlan

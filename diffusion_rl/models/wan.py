@@ -20,7 +20,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusion_rl.batch import FIRST, SECOND, Guidance, PromptEmbeds, Rows, Size
 from diffusion_rl.models.base import ModelFamily, host_copy, refuse_bad_grid
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
-from diffusion_rl.parallel.sequence import IMAGE, SequenceSpec, Stage
+from diffusion_rl.parallel.sequence import SequenceSpec, Stage
+from diffusion_rl.parallel.shards import IMAGE
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue

@@ -13,7 +13,8 @@ from diffusion_rl.batch import Conditioning, Guidance, PromptEmbeds, Rows
 from diffusion_rl.models.base import ModelFamily, host_copy, vae_pictures
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.cfg import guidance_scales
-from diffusion_rl.parallel.sequence import IMAGE, TEXT, SequenceSpec, Stage, Tokens
+from diffusion_rl.parallel.sequence import SequenceSpec, Stage
+from diffusion_rl.parallel.shards import IMAGE, TEXT, Tokens
 from diffusion_rl.parallel.tensor import TensorPlan
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.sample import CondValue

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from diffusion_rl.parallel.cfg import PASSES, CfgParallel, GuidancePass, batched
+from diffusion_rl.parallel.exchange import Collectives, Exchange
 from diffusion_rl.parallel.layout import Layout
-from diffusion_rl.parallel.sequence import SequenceParallel, SequenceSpec, shards_of
+from diffusion_rl.parallel.sequence import SequenceParallel, SequenceSpec
+from diffusion_rl.parallel.shards import shards_of
 from diffusion_rl.parallel.tensor import TensorParallel
 from engine_control.groups import RankGroup
 from rl_kernels import AttentionPlan
@@ -38,7 +40,7 @@ class Arrangement:
 
     def sharding(self, plan: AttentionPlan) -> AbstractContextManager[None]:
         """For one forward of the transformer, inside exact mode."""
-        shards = shards_of(plan, 1 if self.sequence is None else self.sequence.group.size)
+        shards = shards_of(plan, self.sharing)
         self.work.tokens += len(plan.text_lengths) * (shards.share("image") + shards.share("text"))
         return nullcontext() if self.sequence is None else self.sequence.sharding(shards)
 
@@ -48,9 +50,19 @@ class Arrangement:
         return self.sequence is not None or self.tensor is not None
 
     @property
+    def sharing(self) -> int:
+        """How many ranks share the tokens of a forward."""
+        return 1 if self.sequence is None else self.sequence.exchange.group.size
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a forward: what it exchanges must not need the host."""
+        return self.tensor is None and (self.sequence is None or self.sequence.exchange.capturable)
+
+    @property
     def groups(self) -> list[RankGroup]:
         """The groups that this rank exchanges with."""
-        found = [] if self.sequence is None else [self.sequence.group]
+        found = [] if self.sequence is None else [self.sequence.exchange.group]
         if self.tensor is not None and self.tensor.group is not None:
             found.append(self.tensor.group)
         return found + ([self.guidance.group] if isinstance(self.guidance, CfgParallel) else [])
@@ -59,8 +71,18 @@ class Arrangement:
     def bytes_sent(self) -> int:
         return sum(group.traffic.bytes_sent for group in self.groups)
 
+    def check(self) -> None:
+        """
+        Raises:
+            EngineDiedError: as `Exchange.check`.
+        """
+        if self.sequence is not None:
+            self.sequence.exchange.check()
+
     def abort(self) -> None:
-        """Ends collectives in progress, from another thread, because a rank is gone."""
+        """Ends exchanges in progress, from another thread, because a rank is gone."""
+        if self.sequence is not None:
+            self.sequence.exchange.abort()
         for group in self.groups:
             group.abort()
 
@@ -73,10 +95,12 @@ def arrange(
     *,
     guidance: str,
     join: Join,
+    exchange: Callable[[RankGroup], Exchange] = Collectives,
     tensor: TensorParallel | None = None,
 ) -> Arrangement:
-    """The part of that rank. `join(name, place, size)` makes a group, when all its members have come to it. `tensor` is
-    what the transformers' weights were split by, if they were.
+    """The part of that rank. `join(name, place, size)` makes a group, when all its members have come to it, and
+    `exchange` is how those who share tokens exchange them. `tensor` is what the transformers' weights were split by, if
+    they were.
 
     With one rank nobody is waited for, and `guidance` names the pass.
     """
@@ -85,7 +109,7 @@ def arrange(
         tensor.group = join(f"tensor-{place.half}-{place.share}", place.part, layout.tp_size)
     if layout.sp_degree > 1:
         group = join(f"sequence-{place.half}-{place.part}", place.share, layout.sp_degree)
-        sequence = SequenceParallel(transformers, spec, group)
+        sequence = SequenceParallel(transformers, spec, exchange(group))
     if layout.cfg_degree > 1:
         group = join(f"guidance-{place.share}-{place.part}", place.half, layout.cfg_degree)
         return Arrangement(CfgParallel(group), sequence, tensor)

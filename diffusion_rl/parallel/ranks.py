@@ -214,5 +214,10 @@ class OtherRanks:
 
 
 def own_report(digests: Sequence[str], arrangement: Arrangement) -> Report:
-    """What this rank has to say when samples are finished."""
+    """What this rank has to say when samples are finished.
+
+    Raises:
+        EngineDiedError: another one left an exchange.
+    """
+    arrangement.check()
     return Report(list(digests), arrangement.work.tokens, arrangement.bytes_sent)

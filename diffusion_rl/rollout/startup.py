@@ -16,11 +16,14 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily, load_family
 from diffusion_rl.models.offload import check_group_size, offload_pipeline, refuse_combinations, refuse_offloaded
 from diffusion_rl.parallel.arrangement import Arrangement, arrange
+from diffusion_rl.parallel.exchange import Collectives, Exchange
 from diffusion_rl.parallel.layout import check_heads, device_of, layout_of
+from diffusion_rl.parallel.peers import PeerExchange, peer_memory
 from diffusion_rl.parallel.ranks import FOLLOWER, NoRanks, OnDeath, OtherRanks, Ranks
 from diffusion_rl.parallel.tensor import TensorParallel
 from diffusion_rl.rollout.certification import cache_of, certify_ranks, make_exact
 from diffusion_rl.rollout.compilation import refuse_compiled_ranks
+from diffusion_rl.rollout.runners import choose_runner
 from engine_control.errors import InvalidRequestError
 from engine_control.groups import RankGroup, Rendezvous
 from rl_kernels.certify import Certificate, Exactness
@@ -63,12 +66,28 @@ def join_ranks(
     def join(name: str, place: int, size: int) -> RankGroup:
         return meeting.join(name, place, size, family.device, shared_device=config.parallel.share_device)
 
+    def exchange(group: RankGroup) -> Exchange:
+        memory = None
+        parallel = config.parallel
+        if family.device.type == "cuda" and not parallel.share_device and parallel.sequence_exchange == "auto":
+            memory = peer_memory(group, family.device, timeout_s=meeting.timeout_s)
+        return Collectives(group) if memory is None else PeerExchange(memory)
+
     layout = layout_of(config.parallel)
-    spec, guidance = family.sequence_spec, config.parallel.guidance
     arrangement = arrange(
-        rank, layout, family.transformers.values(), spec, guidance=guidance, join=join, tensor=family.tensor
+        rank,
+        layout,
+        family.transformers.values(),
+        family.sequence_spec,
+        guidance=config.parallel.guidance,
+        join=join,
+        exchange=exchange,
+        tensor=family.tensor,
     )
-    return arrangement, certify_ranks(family, exactness, arrangement, layout, config.deterministic)
+    exactness = certify_ranks(family, exactness, arrangement, layout, config.deterministic)
+    if arrangement.splits_forward:
+        exactness = choose_runner(family, exactness, cuda_graphs=config.cuda_graphs, arrangement=arrangement)
+    return arrangement, exactness
 
 
 def start_ranks(

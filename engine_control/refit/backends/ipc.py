@@ -24,13 +24,19 @@ from engine_control.refit.backends._calls import (
     Loader,
     NamedTensors,
     announced_tensors,
+    as_is,
     items,
     load_format,
     of_rank,
     one_module,
     refuse_modes,
 )
-from engine_control.refit.backends._mapping import (
+from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
+from engine_control.refit.payload.devices import device_uuid, plain_uuid, release_imports
+from engine_control.refit.payload.layout import as_bytes, byte_count, check_booleans, dtype_named, piece, shape_of
+from engine_control.refit.payload.rebuild import load_payload
+from engine_control.refit.payload.serializer import pickle_from
+from engine_control.refit.shared_buffers import (
     FIELD,
     CudaBuffer,
     HostBuffer,
@@ -39,11 +45,6 @@ from engine_control.refit.backends._mapping import (
     refuse_cpu,
     token_of,
 )
-from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
-from engine_control.refit.payload.devices import device_uuid, plain_uuid, release_imports
-from engine_control.refit.payload.layout import as_bytes, byte_count, check_booleans, dtype_named, piece, shape_of
-from engine_control.refit.payload.rebuild import load_payload
-from engine_control.refit.payload.serializer import pickle_from
 
 ALIGNMENT = 256  # bytes, of each tensor in a buffer
 CALLS = 256  # of which the places are remembered
@@ -64,10 +65,6 @@ class IpcTransport(WeightTransport):
         self._mapped: tuple[object, torch.Tensor] | None = None
         self._said: deque[tuple[object, list[Placed]]] = deque(maxlen=CALLS)  # in calls, and their views of that buffer
         self._open = False
-
-    def keeps_tensors(self, info: Mapping[str, Any]) -> bool:
-        """A loader may hand on one buffer again and again."""
-        return of_rank(info, self.context).get("load_format") is None
 
     def init(self, info: Mapping[str, Any]) -> None:
         """There is nothing to open before the first buffer; vLLM's trainers call it."""
@@ -118,7 +115,7 @@ class IpcTransport(WeightTransport):
         try:
             for module, placed in groupby(views, key=itemgetter(0)):
                 named = ((name, check_booleans(view, name=name)) for _, name, view in placed)
-                yield from items(module, loader(named), field="tensors")
+                yield from items(module, loader(named), field="tensors", more=loader is as_is)
         finally:
             if self.context.device.type == "cuda":  # the sender may fill it again
                 torch.cuda.synchronize(self.context.device)
@@ -152,7 +149,7 @@ class IpcTransport(WeightTransport):
         try:
             packed = isinstance(handles, Mapping)
             named = self._packed(handles, announced, info) if packed else self._single(handles, announced)
-            yield from items(module, loader(named), field=HANDLES)
+            yield from items(module, loader(named), field=HANDLES, more=loader is as_is)
         finally:
             release_imports(self.context.device)
 

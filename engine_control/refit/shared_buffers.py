@@ -1,4 +1,4 @@
-"""Memory of one process in another: the two ends of `ipc`'s buffer, as handles of plain data that JSON can carry."""
+"""Memory of one process in another: the two ends of a buffer, as handles of plain data that JSON can carry."""
 
 from __future__ import annotations
 

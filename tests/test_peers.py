@@ -1,0 +1,148 @@
+"""Tokens for heads by writing other ranks' memory: the same bytes as by collectives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from diffusion_rl.parallel.exchange import Collectives, Exchange
+from diffusion_rl.parallel.peers import PeerExchange, agreed, exchanged
+from diffusion_rl.parallel.shards import Shards, Stream
+from engine_control.errors import EngineFaultError
+from engine_control.groups import RankGroup
+from rl_kernels import exchange as kernels
+from rl_kernels.fused import triton_is_installed
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CPU = torch.device("cpu")
+
+
+class Place:
+    """Where ranks that are threads of one process meet, and find each other's buffers."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.buffers: dict[tuple[str, int, int], torch.Tensor] = {}
+
+
+class ThreadMemory:
+    """A `Memory` of threads: their buffers begin as garbage, and what is asked for again lies where it lay."""
+
+    def __init__(self, place: Place, group: RankGroup) -> None:
+        self.group = group
+        self._place = place
+
+    def buffer(self, name: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._place.buffers.setdefault(
+            (name, nbytes, self.group.rank), torch.full((nbytes + 64,), 0x7F, dtype=torch.uint8)
+        )
+        self.meet()
+        found = [self._place.buffers[name, nbytes, rank] for rank in range(self.group.size)]
+        aligned = [whole[-whole.data_ptr() % 64 :][:nbytes] for whole in found]
+        return aligned[self.group.rank], torch.tensor([x.data_ptr() for x in aligned])
+
+    def meet(self) -> None:
+        self._place.barrier.wait(timeout=60)
+
+    def check(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._place.barrier.abort()
+
+
+def groups(size: int) -> list[RankGroup]:
+    """One for each of `size` threads."""
+    store = HashStore()
+
+    def joined(rank: int) -> RankGroup:
+        return RankGroup(ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), rank, size, through_host=False)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(joined, range(size)))
+
+
+def round_trip(exchange: Exchange, shards: Shards, streams: tuple[Stream, ...]) -> list[torch.Tensor]:
+    """What a rank has of an attention's arguments, of its result, and of a stage's output."""
+    made = torch.Generator().manual_seed(exchange.group.rank)
+    local = sum(map(shards.share, streams))
+    projected = torch.randn(2, local, 3, 8, 16, generator=made)  # as one projection leaves q, k and v
+    query, key, value = (projected[:, :, i].transpose(1, 2) for i in range(3))
+    found = [exchange.to_heads((query, key, value), shards, streams).clone()]
+    found.append(exchange.to_heads((key,), shards, streams).clone())
+    attended = found[0][0] + found[0][1] * 3
+    found.append(exchange.to_tokens(attended, shards, streams).clone())
+    found.append(exchange.to_tokens(attended.transpose(1, 2).contiguous().transpose(1, 2), shards, streams).clone())
+    output = torch.randn(2, local, 32, generator=made)
+    return [*found, exchange.gather(output, shards, streams), exchange.gather(output[..., :16], shards, streams)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("shards", "streams"),
+    [
+        (Shards(19, 5, True, 2), ("text", "image")),
+        (Shards(70, 3, False, 4), ("image", "text")),  # a rank without text, and several programs of tokens
+        (Shards(600, 5, False, 2), ("image",)),
+        (Shards(33, 33, True, 8), ("text", "image")),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_each_rank_receives_what_collectives_bring(
+    shards: Shards, streams: tuple[Stream, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_at_a_time = threading.Lock()  # the interpreter can't run two kernels at once
+
+    def alone(launch: object) -> object:
+        def call(*args: object, **kwargs: object) -> None:
+            with one_at_a_time:
+                launch(*args, **kwargs)  # type: ignore[operator]
+
+        return call
+
+    for name in ("push_heads", "push_tokens"):
+        monkeypatch.setattr(kernels, name, alone(getattr(kernels, name)))
+    size, place = shards.degree, Place(shards.degree)
+    by_collectives = [Collectives(group) for group in groups(size)]
+    by_memory = [PeerExchange(ThreadMemory(place, group)) for group in groups(size)]
+    with ThreadPoolExecutor(size) as pool:
+        expected = list(pool.map(lambda exchange: round_trip(exchange, shards, streams), by_collectives))
+        for _ in range(2):  # the second time the buffers are used again
+            found = list(pool.map(lambda exchange: round_trip(exchange, shards, streams), by_memory))
+            for ours, theirs in zip(found, expected, strict=True):
+                for a, b in zip(ours, theirs, strict=True):
+                    assert a.shape == b.shape
+                    assert torch.equal(a, b)
+    assert all(a.stride() == b.stride() for a, b in zip(found[0], expected[0], strict=True))
+
+
+def test_ranks_tell_each_other_what_json_can_carry_and_agree_on_an_obstacle() -> None:
+    said = [{"rank": 0, "handle": "x" * 300}, {"rank": 1}, {}]
+
+    def of_rank(group: RankGroup) -> list[object]:
+        agreed(group, CPU, "")
+        with pytest.raises(EngineFaultError, match=r"rank 1 .*: out of memory"):
+            agreed(group, CPU, "out of memory" if group.rank == 1 else "")
+        return exchanged(group, CPU, said[group.rank])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(of_rank, groups(3))) == [said] * 3
+
+
+@pytest.mark.skipif(not triton_is_installed() or INTERPRETED, reason="needs Triton, outside of its interpreter")
+def test_in_the_interpreter_all_of_it_holds() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert " passed" in ended.stdout
