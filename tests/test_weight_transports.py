@@ -26,10 +26,11 @@ import torch
 from engine_control.config import RankSettings
 from engine_control.errors import EngineError, InvalidRequestError, RefitRefusedError
 from engine_control.rank import RankCommand, RankControl
-from engine_control.refit.backends import TransportContext, WeightTransport, transports
-from engine_control.refit.backends._group import BroadcastError
+from engine_control.refit.backends import TransportContext, WeightItem, WeightTransport, distributed, transports
+from engine_control.refit.backends._calls import Announced, Said, announced_again
+from engine_control.refit.backends._group import BroadcastError, BroadcastGroup
 from engine_control.refit.backends._mapping import HostBuffer
-from engine_control.refit.backends.distributed import WeightSender, _chunks
+from engine_control.refit.backends.distributed import Channel, WeightSender, _chunks
 from engine_control.refit.backends.ipc import IpcSender
 from engine_control.refit.backends.tensor import safetensors_payload, serialize_named_tensors
 from engine_control.refit.payload.bucket import flatten
@@ -643,21 +644,142 @@ def test_a_trainer_that_is_silent_gives_an_error_on_both_sides(ranks: list[Rank]
     sender.close()
 
 
-def test_the_next_broadcast_comes_while_the_tensors_of_the_last_are_being_taken() -> None:
-    named = {"a": torch.ones(2), "b": torch.full((8 << 20,), 2.0)}  # of which no socket's buffer holds the second
-    engine = transport("distributed", timeout_s=TIMEOUT_S)
-    sender = WeightSender("127.0.0.1", world_size=2, backend="gloo", timeout_s=TIMEOUT_S)
+@contextlib.contextmanager
+def paired(
+    *, load_formats: tuple[str, ...] = (), **options: Any
+) -> Iterator[tuple[WeightTransport, WeightSender, ThreadPoolExecutor]]:
+    """An engine's transport and a sender that have met, and a thread for the sender."""
+    engine = transport("distributed", timeout_s=TIMEOUT_S, load_formats=load_formats)
+    sender = WeightSender("127.0.0.1", world_size=2, backend="gloo", timeout_s=TIMEOUT_S, **options)
     with ThreadPoolExecutor(1) as trainer:
         joined = trainer.submit(sender.join)
         engine.init(sender.init_info())
         joined.result()
-        sent = trainer.submit(lambda: sender.send(named.items()))
+        yield engine, sender, trainer
+    engine.close()
+    sender.close()
+
+
+def test_the_next_broadcast_comes_while_the_tensors_of_the_last_are_being_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "LOAD_BYTES", 1)
+    named = {"a": torch.ones(2), "b": torch.full((8 << 20,), 2.0)}  # of which no socket's buffer holds the second
+    with paired() as (engine, sender, trainer):
+        sent = trainer.submit(sender.send, named.items())
         arriving = engine.receive({**sender.announce(named.items()), "target_modules": ["transformer"]})
         first = next(arriving)
         sent.result(TIMEOUT_S / 2)
         assert_same([first, *arriving], named, "transformer")
-    engine.close()
-    sender.close()
+
+
+class Noting:
+    """A group that notes what is begun and finished, by the broadcast's number, and where its bytes lie."""
+
+    def __init__(self, group: BroadcastGroup) -> None:
+        self._group = group
+        self.device = group.device
+        self.events: list[str] = []
+        self.addresses: list[int] = []
+
+    def begin(self, tensor: torch.Tensor) -> tuple[int, Any]:
+        number = len(self.addresses)
+        self.events.append(f"begin {number}")
+        self.addresses.append(tensor.data_ptr())
+        return number, self._group.begin(tensor)
+
+    def finish(self, work: tuple[int, Any]) -> None:
+        self.events.append(f"finish {work[0]}")
+        self._group.finish(work[1])
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def note(owner: Any) -> Noting:
+    """Has a channel, or a sender, note what it does."""
+    name = "group" if isinstance(owner, Channel) else "_group"
+    noting = Noting(getattr(owner, name))
+    setattr(owner, name, noting)
+    return noting
+
+
+IN_TURN = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "begin 3", "finish 2", "finish 3"]
+
+
+def test_two_loads_are_always_on_their_way_in_two_buffers_and_a_loads_tensors_are_taken_before_its_buffer_is_given_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "LOAD_BYTES", 1)
+    named = {f"{i}{half}": torch.full((3,), i) for i in range(4) for half in "ab"}
+    with paired(packed_bytes=30) as (engine, sender, trainer):
+        there, here = note(engine._channels["weight_update_group"]), note(sender)
+        sent = trainer.submit(sender.send, named.items())
+        taken = []
+        for item in engine.receive({**sender.announce(named.items()), "target_modules": ["transformer"]}):
+            assert torch.equal(item.tensor, named[item.name])
+            taken.append((item.name, item.more))
+            there.events.append(f"take {item.name}")
+        sent.result()
+    assert taken == [(name, name.endswith("a")) for name in named]
+    assert [event for event in there.events if "take" not in event] == here.events == IN_TURN
+    for load in range(4):
+        takes = [f"take {load}a", f"take {load}b"]
+        at = there.events.index(f"finish {load}") + 1
+        assert there.events[at : at + 2] == takes
+    for group in (there, here):
+        assert group.addresses == group.addresses[:2] * 2
+        assert len(set(group.addresses)) == 2
+
+
+def all_at_last(named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(named)
+
+
+def test_a_loader_may_keep_tensors_to_the_end_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "LOAD_BYTES", 1)
+    sys.modules.setdefault(__name__, sys.modules[all_at_last.__module__])
+    path = f"{__name__}:all_at_last"
+    named = {str(i): torch.full((3,), i) for i in range(5)}
+    with paired(load_formats=(path,)) as (engine, sender, trainer):
+        sent = trainer.submit(sender.send, named.items())
+        items = list(engine.receive({**sender.announce(named.items(), load_format=path)}))
+        sent.result()
+    assert_same(items, named)
+    assert not any(item.more for item in items)
+
+
+def test_many_small_broadcasts_are_on_their_way_together_but_not_more_than_a_device_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "LOAD_BROADCASTS", 3)
+    named = {str(i): torch.full((3,), i) for i in range(7)}
+    with paired() as (engine, sender, trainer):
+        there = note(engine._channels["weight_update_group"])
+        sent = trainer.submit(sender.send, named.items())
+        items = [WeightItem(*i[:2], i.tensor.clone(), i.more) for i in engine.receive(sender.announce(named.items()))]
+        sent.result()
+    assert_same(items, named)
+    assert [item.more for item in items] == [True, True, False, True, True, False, False]
+    assert there.events[:9] == [*(f"begin {i}" for i in range(6)), *(f"finish {i}" for i in range(3))]
+
+
+def test_what_is_too_large_to_come_is_refused_and_the_group_closed() -> None:
+    with paired() as (engine, _, _):
+        call = {"names": ["a", "b"], "dtypes": ["uint8"] * 2, "shapes": [[3], [1 << 50]]}
+        with pytest.raises(RefitRefusedError, match=f"no room for {(1 << 50) + 256} bytes") as refused:
+            list(engine.receive(call))
+        assert refused.value.code == "no_room"
+        with pytest.raises(RefitRefusedError, match="not one of those that are open"):
+            engine.receive(call)
+
+
+def test_an_announcement_that_was_changed_where_it_lies_is_read_again() -> None:
+    info = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[3]]}
+    first = announced_again(info, Said())
+    assert announced_again(json.loads(json.dumps(info)), first) is first
+    info["shapes"][0][0] = 4  # type: ignore[index]
+    assert announced_again(info, first).tensors == [Announced("a", torch.uint8, (4,))]
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it_and_leaves_nothing_open() -> None:
