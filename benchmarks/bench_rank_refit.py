@@ -9,6 +9,7 @@ for each trainer (`--trainers` says how many there are), `packed` all in one cal
 bucket's size; `mapped` has every rank map one trainer's buffer on rank 0's device, `mapped
 each` one on its own device; `sleep` releases and resumes all ranks' memory, with a backup and without. The link's rate
 is that of a broadcast of one large buffer to as many ranks, in the same run. What fails leaves its error in the report.
+A broadcast arm's update calls are broken down as `refit_breakdown` says.
 `--device cpu` with a `tiny` shape is for trying it.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from benchmarks import measure
 from benchmarks.bench_gpu_ranks import attempted, noted, parallel_of
 from benchmarks.full_size import SHAPES, load
 from benchmarks.link_rates import link_rates
+from benchmarks.refit_breakdown import HOST, Breakdown
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.parallel.layout import Layout, device_of, layout_of
 from diffusion_rl.rollout.engine import RolloutEngine
@@ -125,6 +128,9 @@ class Engine:
         parts = {f"{name}_s": at[i + 1] - at[i] for i, name in enumerate(("begun", "applied", "verified"))}
         return {**parts, "total_s": at[-1] - at[0]}
 
+    def breakdown(self, group_name: str) -> Breakdown:
+        return Breakdown(self._engine._rank, group_name)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -151,6 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             noted(report, arguments, {"case": shape, **failed})
     rows = [[r["case"], r["total_ms"], r["bytes_per_s"] / 1e9] for r in report.results if "total_ms" in r]
     measure.print_table("Refits and sleep of all ranks", ["case", "ms", "GB/s"], rows)
+    columns = [*HOST, "written", "sender_waiting", "sender_host"]
+    rows = [[r["case"], *(r.get(f"{name}_ms", "") for name in columns)] for r in report.results if "first_ms" in r]
+    if rows:
+        measure.print_table("Milliseconds of the update calls, by what rank 0 did", ["case", *columns], rows)
     wrong = [f"{r['case']}: {r['error']}" for r in report.results if "error" in r]
     for one in wrong:
         print(f"WRONG: {one}")
@@ -235,15 +245,23 @@ def broadcast(engine: Engine, count: int, arguments: Any, *, packed: bool) -> di
             groups.append(group)
             trainer.answer()
 
-        def updates() -> None:
-            for index in range(max(len(one["buckets"]) for one in opened)):
-                for trainer, one in zip(trainers, opened, strict=True):
-                    if index < len(one["buckets"]):
-                        trainer.tell("send", bucket=index)
-                        take(engine, "distributed", one["buckets"][index])
-                        trainer.answer()
+        watched = [engine.breakdown(group) for group in groups]
 
-        row = rounds(lambda: engine.session(updates, whole), arguments.repeats)
+        def once() -> Parts:
+            parts: Counter[str] = Counter()
+
+            def updates() -> None:
+                for index in range(max(len(one["buckets"]) for one in opened)):
+                    for trainer, one, breakdown in zip(trainers, opened, watched, strict=True):
+                        if index < len(one["buckets"]):
+                            trainer.tell("send", bucket=index)
+                            bucket = one["buckets"][index]
+                            parts.update(breakdown.watch(lambda bucket=bucket: take(engine, "distributed", bucket)))
+                            parts.update(trainer.answer())
+
+            return {**engine.session(updates, whole), **parts}
+
+        row = rounds(once, arguments.repeats)
         return {**row, "calls": sum(len(one["buckets"]) for one in opened)}
     finally:
         for group in groups:

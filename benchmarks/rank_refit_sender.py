@@ -7,12 +7,13 @@ engine of several ranks: by broadcast in a group that it opens, or mapped by eve
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks import measure
+from benchmarks.refit_breakdown import TimedGroup, sender_split
 from benchmarks.refit_sender import made, places
 from engine_control.child import connection_from_descriptor
 from engine_control.refit.backends._mapping import CudaBuffer, HostBuffer
@@ -69,13 +70,15 @@ class Trainer:
     def join(self) -> dict[str, Any]:
         assert self.sender is not None
         self.sender.join()
+        assert self.sender._group is not None
+        self.sender._group = self.group = TimedGroup(self.sender._group)
         return {}
 
     def send(self, *, bucket: int) -> dict[str, Any]:
         assert self.sender is not None
-        began = measure.now()
+        began = time.perf_counter()
         self.sender.send(self.buckets[bucket], load_format=self.form)
-        return {"seconds": measure.now() - began}
+        return sender_split(began, self.group.taken(), time.perf_counter())
 
     def leave(self) -> dict[str, Any]:
         if self.sender is not None:

@@ -30,6 +30,7 @@ from benchmarks import (
     bench_step_batching,
     bench_train_loop,
     make_checkpoint,
+    profile_decode,
     profile_llm,
     profile_step,
     run_all,
@@ -39,6 +40,7 @@ from benchmarks.full_size import SHAPES, asked, run
 from benchmarks.measure import Budget, Series, alternate, quartiles, ratio
 from benchmarks.plain_diffusers import PlainRollout, plain_rollout, roll_out
 from benchmarks.rank_refit_sender import bucketed
+from benchmarks.refit_breakdown import HOST
 from benchmarks.rollout_subject import NOISE_LEVEL, Subject
 from diffusion_rl.assets import embedded_model_path
 from diffusion_rl.config import EngineConfig
@@ -146,6 +148,9 @@ def test_several_trainers_refit_an_engine_of_ranks_and_an_arm_that_fails_leaves_
     assert refit["calls"] > packed["calls"] == 2
     assert refit["of_link"] == pytest.approx(refit["bytes_per_s"] / link["broadcast_bytes_per_s"], rel=1e-4)
     assert refit["total_ms"] >= refit["applied_ms"] > 0
+    for row in (refit, packed):
+        assert min(row[f"{part}_ms"] for part in HOST) >= 0
+        assert row["applied_ms"] >= sum(row[f"{part}_ms"] for part in HOST) > row["first_ms"] > 0
     assert [row["bytes"] for row in slept] == [refit["bytes"]] * 2
 
 
@@ -262,7 +267,10 @@ def test_run_all_runs_every_benchmark_there_is_but_those_that_need_a_gpu() -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("main", [bench_kernels.main, profile_llm.main, profile_step.main, tune_paged_attention.main])
+@pytest.mark.parametrize(
+    "main",
+    [bench_kernels.main, profile_decode.main, profile_llm.main, profile_step.main, tune_paged_attention.main],
+)
 def test_a_benchmark_that_needs_a_gpu_says_so(main: Callable[[Sequence[str]], int], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         main(["--out", str(tmp_path / "report.json")])
