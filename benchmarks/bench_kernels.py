@@ -5,15 +5,17 @@
 At the row shapes of SD3.5-medium and Qwen-Image (512 pixels, bf16): each fused operation, the same as separate torch
 operations (eager, as diffusers writes them), torch.compile of its plain-torch twin, and a copy that moves as many
 bytes. All four are replayed from CUDA graphs of several calls, in turn, so no launch is on the clock; what a call costs
-on the host is measured apart. Attention is timed on both memory orders of its inputs. Needs an NVIDIA GPU and Triton.
+on the host is measured apart. Attention is timed on both memory orders of its inputs. The norms of VAE decoders, with
+the SiLU behind them, are timed on the planes of one picture of 512 pixels. Needs an NVIDIA GPU and Triton.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,15 +24,18 @@ from diffusers.models.normalization import RMSNorm
 
 from benchmarks import measure
 from rl_kernels import reference
+from rl_kernels.channel_norm import channel_norm
 from rl_kernels.fused import triton_is_installed
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
+from rl_kernels.group_norm import group_norm
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
 from rl_kernels.settings import exact_library_settings
 
 LIMIT = (
     "A fused operation reads each input and writes each output once: its limit is a copy of as many bytes, timed "
-    "beside it (fraction_of_copy). What fits the cache is read from there, by the copy too."
+    "beside it (fraction_of_copy). What fits the cache is read from there, by the copy too. A group norm reads its "
+    "input twice, and is compared with a copy of three halves of its bytes."
 )
 ELEMENT = 2  # bytes of bf16
 COPY_CEILING_BYTES = 4 * 2**30
@@ -59,6 +64,15 @@ SHAPES = (
     Shape("qwen-image", 3072, 128, 1024, 64, (2, 16), rope=True),
 )
 
+DECODERS = "decoders"
+# Channels and sides of planes in the decoders of SD3.5 and of Qwen-Image, by the operation that norms them.
+PLANES = {
+    "group_norm": ((512, 64), (512, 128), (512, 256), (256, 256), (256, 512), (128, 512)),
+    "channel_norm": ((384, 64), (384, 128), (192, 256), (96, 512)),
+}
+GROUPS = 32
+ORDERS = {"channels in front": torch.contiguous_format, "channels innermost": torch.channels_last}
+
 
 @dataclass(frozen=True)
 class Arms:
@@ -74,7 +88,7 @@ class Arms:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = measure.command_line("kernels", __doc__ or "", repeats=20)
-    parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES), help="which models' row shapes")
+    parser.add_argument("--shapes", default=",".join([*(s.name for s in SHAPES), DECODERS]), help="what is timed")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available() or not triton_is_installed():
@@ -91,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 add(report, {"case": f"attention, {shape.name}", "rows": rows, **attention(shape, rows, arguments)})
                 torch.cuda.empty_cache()
                 report.write(arguments.out)
+        for name, arms in decoder_norms() if DECODERS in arguments.shapes.split(",") else ():
+            row = timed(arms, arguments.repeats, compiled=not arguments.no_compile)
+            add(report, {"case": name, "rows": 1, **row})
+            report.write(arguments.out)
     return 0
 
 
@@ -148,6 +166,36 @@ def operations(shape: Shape, rows: int) -> dict[str, Arms]:
         ),
         "joint_qkv": joint_arms(shape, rows),
     }
+
+
+def decoder_norms() -> Iterator[tuple[str, Arms]]:
+    """Each norm of a plane `[1, C, side, side]` and its SiLU, in both memory orders."""
+    for operation, planes in PLANES.items():
+        for (channels, side), (order, memory_format) in product(planes, ORDERS.items()):
+            x = random(1, channels, side, side).contiguous(memory_format=memory_format)
+            weight, bias = random(channels), random(channels)
+            yield f"{operation} {channels} x {side}^2, {order}", norm_arms(operation, x, weight, bias)
+
+
+def norm_arms(operation: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Arms:
+    plane = x.numel() * ELEMENT
+    if operation == "channel_norm":
+        twin = partial(reference.channel_norm, silu=True)
+        fused, eager = partial(channel_norm, x, weight, silu=True), partial(eager_channel_norm, x, weight)
+        return Arms(fused, eager, twin, (x, weight), 2 * plane)
+    twin_of_groups = partial(reference.group_norm, groups=GROUPS, silu=True)
+    fused = partial(group_norm, x, GROUPS, weight, bias, silu=True)
+    eager = partial(eager_group_norm, x, weight, bias)
+    return Arms(fused, eager, lambda x, w, b: twin_of_groups(x, weight=w, bias=b), (x, weight, bias), 3 * plane)
+
+
+def eager_group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.silu(F.group_norm(x, GROUPS, weight, bias))
+
+
+def eager_channel_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    normed = F.normalize(x.float(), dim=1).to(x.dtype)
+    return F.silu(normed * x.shape[1] ** 0.5 * weight[:, None, None] + 0.0)
 
 
 def joint_arms(shape: Shape, rows: int) -> Arms:

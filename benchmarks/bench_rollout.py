@@ -238,8 +238,8 @@ class Bench:
         family, size = self.subject.family, self.subject.size
         latents = torch.randn(DECODED_TOGETHER, *family.latent_shape(*size), device=family.device)
         arms = {
-            "alone": lambda: [family.decode(latent[None], *size) for latent in latents],
-            f"{DECODED_TOGETHER} together": lambda: family.decode(latents, *size),
+            "alone": lambda: [family.pictures(latent[None], *size) for latent in latents],
+            f"{DECODED_TOGETHER} together": lambda: family.pictures(latents, *size),
         }
         with torch.no_grad(), family.exact():
             series = alternate(arms, self.arguments.repeats, budget=self.budget)

@@ -34,7 +34,10 @@ from rl_kernels.mode import EXACT
 # The first class one of whose words is in a kernel's name is the kernel's.
 CLASSES: dict[str, tuple[str, ...]] = {
     "collective": ("nccl", "memcpy ptop"),
-    "fused": ("modulated_norm", "gated_residual", "joint_qkv"),
+    "fused": (
+        *("modulated_norm", "gated_residual", "joint_qkv"),
+        *("channel_moments", "group_factors", "scaled_channels", "channel_norm"),
+    ),
     "attention": ("sdpa", "fmha", "flash", "attention"),
     "convolution": (
         "implicit",

@@ -191,7 +191,7 @@ def configurations() -> Iterator[tuple[str, str, dict[str, Any], int]]:
         given = laid_out(x.contiguous(memory_format=torch.channels_last) if last else x)
         shape = {"CHANNELS": channels, "UNIT": given.unit, "LAST": last}
         if channels in (128, 512):
-            for name, elements, more in (("channel_moments", 8192, {}), ("scaled", 4096, {"SILU": True})):
+            for name, elements, more in (("channel_moments", 8192, {}), ("scaled_channels", 4096, {"SILU": True})):
                 block = dict(zip(("BLOCK_C", "BLOCK_P"), given.tile(elements), strict=True))
                 yield "group_norm", name, {**shape, **block, **more}, elements
         else:

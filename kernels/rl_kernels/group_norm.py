@@ -83,7 +83,7 @@ def _twin(
 def _launch(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *, groups: int, eps: float, silu: bool
 ) -> tuple[torch.Tensor]:
-    from rl_kernels.jit.group_norm import scaled as kernel
+    from rl_kernels.jit.group_norm import scaled_channels as kernel
 
     given = laid_out(x)
     factors, offsets = _factors(given, weight, bias, groups, eps)

@@ -104,7 +104,7 @@ def group_factors(
 
 
 @triton.jit(do_not_specialize=["units"])
-def scaled(
+def scaled_channels(
     x: tl.tensor,
     factors: tl.tensor,
     offsets: tl.tensor,
