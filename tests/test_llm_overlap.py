@@ -66,6 +66,20 @@ def test_a_step_is_in_flight_while_its_forerunner_is_read_and_stops_are_seen_one
     assert engine.stats()["tokens_in_use"] == 0
 
 
+def test_the_rows_of_a_run_begin_with_the_longest_context(folder: Path) -> None:
+    engine = engine_of(folder)
+    for name, length in (("short", 3), ("long", 21), ("middle", 9)):
+        engine.add_request(name, request(prompt=PROMPT[:length]))
+    while in_flight(engine) == 0:
+        engine.step()
+    assert engine._run is not None
+    assert [sequence.num_prompt for sequence in engine._run._sequences] == [21, 9, 3]
+    found = results(engine)
+    for name, length in (("short", 3), ("long", 21), ("middle", 9)):
+        engine.add_request(name, request(prompt=PROMPT[:length]))
+        assert results(engine)[name] == found[name]
+
+
 def test_what_lands_because_of_a_command_is_handed_out_once(folder: Path) -> None:
     engine = engine_of(folder)
     engine.add_request("a", request(max_new_tokens=4))

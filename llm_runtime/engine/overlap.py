@@ -47,7 +47,8 @@ class Overlap:
     def __init__(self, steps: DecodeSteps, scheduler: Scheduler, chunks: Items[Chunk], version: str) -> None:
         """Launches the first step, whose pages are there."""
         self._scheduler = scheduler
-        self._sequences = [chunk.sequence for chunk in chunks]
+        # The longest contexts first: a GPU begins rows in this order, and nothing long should be left for the end.
+        self._sequences = [chunk.sequence for chunk in sorted(chunks, key=lambda chunk: -chunk.end)]
         self._run: DecodeRun = steps.begin([_row(sequence) for sequence in self._sequences])
         self._live = list(range(len(chunks)))  # rows that go on, as far as is known
         self._flying: deque[tuple[list[int], str]] = deque()
