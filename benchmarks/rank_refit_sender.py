@@ -1,4 +1,4 @@
-"""A trainer's rank in a process of its own for `bench_rank_refit`: `python -m benchmarks.rank_refit_sender DESCRIPTOR`.
+"""A trainer's rank in a process of its own, for `bench_rank_refit`.
 
 It holds new weights of the names and shapes that it is told, in one flat buffer on its device, and hands them to an
 engine of several ranks: by broadcast in a group that it opens, or mapped by every rank where they lie.
@@ -16,10 +16,10 @@ import torch
 from benchmarks.refit_breakdown import TimedGroup, sender_split
 from benchmarks.refit_sender import made, places
 from engine_control.child import connection_from_descriptor
-from engine_control.refit.backends._mapping import CudaBuffer, HostBuffer
 from engine_control.refit.backends.distributed import FLAT, WeightSender
 from engine_control.refit.backends.ipc import ALIGNMENT
 from engine_control.refit.manifest import manifest_of
+from engine_control.refit.shared_buffers import CudaBuffer, HostBuffer
 from engine_control.wire import PeerClosedError, receive_message, send_message
 
 LOOPBACK = "127.0.0.1"
@@ -122,7 +122,3 @@ def main() -> None:
         if trainer is not None:
             trainer.leave()
             trainer.buffer.close()
-
-
-if __name__ == "__main__":
-    main()

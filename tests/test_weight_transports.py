@@ -29,13 +29,13 @@ from engine_control.rank import RankCommand, RankControl
 from engine_control.refit.backends import TransportContext, WeightItem, WeightTransport, distributed, transports
 from engine_control.refit.backends._calls import Announced, Said, announced_again
 from engine_control.refit.backends._group import BroadcastError, BroadcastGroup
-from engine_control.refit.backends._mapping import HostBuffer
 from engine_control.refit.backends.distributed import Channel, WeightSender, _chunks
 from engine_control.refit.backends.ipc import IpcSender
 from engine_control.refit.backends.tensor import safetensors_payload, serialize_named_tensors
 from engine_control.refit.payload.bucket import flatten
 from engine_control.refit.payload.layout import as_bytes
 from engine_control.refit.payload.serializer import to_text
+from engine_control.refit.shared_buffers import HostBuffer
 from engine_control.refit.target import ModuleTarget, TensorInfo
 
 HERE = Path(__file__).resolve().parent

@@ -31,7 +31,12 @@ from engine_control.refit.backends._calls import (
     one_module,
     refuse_modes,
 )
-from engine_control.refit.backends._mapping import (
+from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
+from engine_control.refit.payload.devices import device_uuid, plain_uuid, release_imports
+from engine_control.refit.payload.layout import as_bytes, byte_count, check_booleans, dtype_named, piece, shape_of
+from engine_control.refit.payload.rebuild import load_payload
+from engine_control.refit.payload.serializer import pickle_from
+from engine_control.refit.shared_buffers import (
     FIELD,
     CudaBuffer,
     HostBuffer,
@@ -40,11 +45,6 @@ from engine_control.refit.backends._mapping import (
     refuse_cpu,
     token_of,
 )
-from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
-from engine_control.refit.payload.devices import device_uuid, plain_uuid, release_imports
-from engine_control.refit.payload.layout import as_bytes, byte_count, check_booleans, dtype_named, piece, shape_of
-from engine_control.refit.payload.rebuild import load_payload
-from engine_control.refit.payload.serializer import pickle_from
 
 ALIGNMENT = 256  # bytes, of each tensor in a buffer
 CALLS = 256  # of which the places are remembered
