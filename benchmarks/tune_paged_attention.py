@@ -1,12 +1,14 @@
 """Which blocks make paged attention fast on this GPU, and do they all give a row the same bits?
 
     python -m benchmarks.tune_paged_attention --seconds 120
+    python -m benchmarks.tune_paged_attention --decode
 
 Each variant computes everything, prompts and single tokens, in blocks of one kind; `as shipped` picks a block by the
 number of queries. Cases are replayed from CUDA graphs in turn with what they are compared to: torch's flash and cuDNN
 attention over sequences of the same length, and a copy that moves as many bytes as there are keys and values. A variant
-that can't be compiled or launched is reported and left out. The defaults are the heads of Qwen3-0.6B. Needs an NVIDIA
-GPU and Triton.
+that can't be compiled or launched is reported and left out. `--decode` is half a minute with single tokens alone, and
+prints the bytes a second of each variant; another number of keys a split gives other bits, to prompts as well. The
+defaults are the heads of Qwen3-0.6B. Needs an NVIDIA GPU and Triton.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import measure
 from benchmarks.bench_kernels import graph_of
+from rl_kernels import paged_launch
 from rl_kernels.fused import triton_is_installed
 from rl_kernels.paged_attention import PagedPlan, paged_attention
 from rl_kernels.paged_launch import BLOCKS, TILE, Block
@@ -45,6 +48,17 @@ VARIANTS = tuple(
     )
 )
 LARGEST_DECODE = 64  # rows of a block that single tokens are timed in
+# Of `--decode`: warps, stages, keys a split.
+DECODE_VARIANTS = (
+    (4, 3, 256),
+    (4, 2, 256),
+    (4, 4, 256),
+    (4, 5, 256),
+    (8, 3, 256),
+    (2, 3, 256),
+    (4, 3, 128),
+    (4, 4, 128),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,14 @@ DECODE = {
     f"{count} x {keys}{', split' if split else ''}": Case((1,) * count, (keys,) * count, split)
     for count, keys in ((256, 620), (32, 2000), (16, 2000), (1, 4000))
     for split in (False, True)
+}
+_MIXED_KEYS = tuple(range(1475, 195, -5))
+_SHUFFLED = tuple(torch.tensor(_MIXED_KEYS)[torch.randperm(256, generator=torch.Generator().manual_seed(0))].tolist())
+SINGLE_TOKENS = {
+    **{name: DECODE[name] for name in ("256 x 620", "32 x 2000", "16 x 2000, split", "1 x 4000, split")},
+    "1 x 620, split": Case((1,), (620,), True),
+    "256 of 200 to 1475, longest first": Case((1,) * 256, _MIXED_KEYS),
+    "256 of 200 to 1475, shuffled": Case((1,) * 256, _SHUFFLED),
 }
 PREFILL = {
     "8 x 1024": Case((1024,) * 8, (1024,) * 8),
@@ -139,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measure.command_line("paged_attention", __doc__ or "", repeats=10)
     parser.prog = "python -m benchmarks.tune_paged_attention"
     parser.add_argument("--seconds", type=float, default=120, help="no variant is begun after so many")
+    parser.add_argument("--decode", action="store_true", help="single tokens alone; nothing is written")
     parser.add_argument("--rows", type=measure.integers, help="only variants of so many rows, as 16,128")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--heads", type=int, default=16)
@@ -147,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available() or not triton_is_installed():
         raise SystemExit("tune_paged_attention times Triton kernels: it needs an NVIDIA GPU and an installed Triton")
+    if arguments.decode:
+        return _decode_sweep(arguments)
     until = time.monotonic() + arguments.seconds
     report = measure.Report(
         "paged_attention", (__doc__ or "").splitlines()[0], measure.settings_of(arguments), limit=LIMIT
@@ -169,6 +194,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.results.append({"name": _name(block), **_one_variant(block, whole, bits, batches, arguments.repeats)})
         report.write(arguments.out)
     _print(report)
+    return 0
+
+
+def _decode_sweep(arguments: Any) -> int:
+    """Prints, for each of `DECODE_VARIANTS`, the TB/s of each case, and how many elements of a prompt differ when it is
+    computed in chunks and single tokens."""
+    torch.manual_seed(0)
+    batches, whole = {name: Batch(case, arguments) for name, case in SINGLE_TOKENS.items()}, Batch(WHOLE, arguments)
+    half = torch.empty(2, batches["256 x 620"].bytes_read // 2, dtype=torch.uint8, device="cuda").view(torch.int64)
+    copied = _timed({"copy": partial(half[0].copy_, half[1])}, arguments.repeats)["microseconds"]["copy"]
+    rows = [["copy", "", f"{half.nbytes / copied / 1e6:.3f}"]]
+    blocks, split = BLOCKS[whole.dtype], paged_launch.SPLIT
+    try:
+        for warps, stages, keys in DECODE_VARIANTS:
+            name = f"{warps} warps, {stages} stages, {keys} keys a split"
+            BLOCKS[whole.dtype] = (Block(16, TILE, warps, stages, kibibytes=0), *blocks[1:])
+            paged_launch.SPLIT = keys
+            try:
+                differing = _bits(whole, _all_bits(whole))["differing_elements"]
+                micros = _timed({case: batch.attend for case, batch in batches.items()}, arguments.repeats)[
+                    "microseconds"
+                ]
+            except Exception as error:  # a compiler's, a launch's: whatever it is, the next variant may run
+                print(f"{name}: {type(error).__name__}: {error}"[:200])
+                continue
+            speeds = [f"{batch.bytes_read / micros[case] / 1e6:.3f}" for case, batch in batches.items()]
+            rows.append([name, differing, *speeds])
+    finally:
+        BLOCKS[whole.dtype], paged_launch.SPLIT = blocks, split
+    measure.print_table("paged attention of single tokens: TB/s of keys and values", ["", "differ", *batches], rows)
     return 0
 
 
