@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +176,14 @@ CASES = [
     ),
 ]
 case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "prompts.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(source, "docs/prompts.md", "exec"), {})
+    named = {name for fields in PROMPTS.values() for name in vars(fields).values()}
+    assert named == {name for name in named if f"`{name}`" in page}
 
 
 def negative(fields: Fields) -> Fields:
