@@ -71,6 +71,11 @@ class Arrangement:
     def bytes_sent(self) -> int:
         return sum(group.traffic.bytes_sent for group in self.groups)
 
+    def give_back(self) -> None:
+        """As `Exchange.give_back`."""
+        if self.sequence is not None:
+            self.sequence.exchange.give_back()
+
     def check(self) -> None:
         """
         Raises:

@@ -34,6 +34,9 @@ class Exchange(Protocol):
     def gather(self, share: torch.Tensor, shards: Shards, streams: Streams) -> torch.Tensor:
         """`[B, share, D]` of each rank -> `[B, tokens, D]` on every rank, a tensor of its own."""
 
+    def give_back(self) -> None:
+        """Drops the memory that it keeps between forwards. No graph that was captured with it may be left."""
+
     def check(self) -> None:
         """
         Raises:
@@ -69,6 +72,9 @@ class Collectives:
 
     def gather(self, share: torch.Tensor, shards: Shards, streams: Streams) -> torch.Tensor:
         return shards.joined(self.group.all_gather(share), streams)
+
+    def give_back(self) -> None:
+        """It keeps none."""
 
     def check(self) -> None:
         """Collectives raise by themselves."""

@@ -18,6 +18,7 @@ from diffusion_rl.parallel.exchange import Streams
 from diffusion_rl.parallel.shards import Shards
 from engine_control.errors import EngineDiedError, EngineError, EngineFaultError
 from engine_control.groups import RankGroup
+from engine_control.refit.payload.devices import release_imports
 from engine_control.refit.shared_buffers import CudaBuffer, open_buffer
 from rl_kernels import exchange as kernels
 from rl_kernels.fused import triton_is_installed
@@ -40,6 +41,9 @@ class Memory(Protocol):
 
     def meet(self) -> None:
         """What any rank wrote before is there for what this rank does after."""
+
+    def give_back(self) -> None:
+        """As `Exchange.give_back`."""
 
     def check(self) -> None:
         """As `Exchange.check`."""
@@ -84,6 +88,9 @@ class PeerExchange:
         kernels.push_heads(everywhere, ranks, lying, which=0, rank=self.group.rank)
         self._meet(share.nbytes * size)
         return mine.reshape(batch, lying.tokens, width).clone()
+
+    def give_back(self) -> None:
+        self._memory.give_back()
 
     def check(self) -> None:
         self._memory.check()
@@ -137,6 +144,12 @@ class CudaMemory:
     def meet(self) -> None:
         flags, rank = self._flags.addresses, self.group.rank
         kernels.meet(flags, self._turns, self._stop, rank=rank, timeout_s=self._timeout_s)
+
+    def give_back(self) -> None:
+        release_imports(self._device)  # nobody writes behind a forward's last meeting, which this rank has come to
+        self._buffers.clear()
+        self._outgrown.clear()
+        release_imports(self._device)
 
     def check(self) -> None:
         if self._stop[1]:

@@ -122,7 +122,7 @@ class RolloutEngine:
         self.weight_version = self.config.weight_version
         self._queue = RequestQueue(self.config.limits)
         self._prompts = PromptCache(family, self.config.prompt_cache_size)
-        self.weights = RankWeights(family, self._prompts, self.config)
+        self.weights = RankWeights(family, self._prompts, self.config, self.ranks.arrangement)
         self._rank = RankControl(self.weights, rank_settings(self.config, 0), adapters=self.weights.adapters)
         self._steps = StepsInFlight()
         self._departures = Departures()

@@ -56,7 +56,7 @@ class Follower:
         self._config = config
         self._arrangement = arrangement
         self._prompts = PromptCache(family, config.prompt_cache_size)
-        weights = RankWeights(family, self._prompts, config)
+        weights = RankWeights(family, self._prompts, config, arrangement)
         self._adapters = weights.adapters
         self._control = RankControl(weights, rank_settings(config, rank), adapters=weights.adapters)
         self._requests: dict[str, RequestState] = {}

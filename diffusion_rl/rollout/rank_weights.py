@@ -11,6 +11,7 @@ from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import ModelFamily
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.models.offload import offload_of
+from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.rollout.adapters import Adapters
 from diffusion_rl.rollout.certification import cache_of
@@ -31,9 +32,12 @@ lose. Nobody would send the others again."""
 class RankWeights:
     """An `engine_control.rank.RankEngine`. Every rank has one; rank 0's belongs to its engine."""
 
-    def __init__(self, family: ModelFamily, prompts: PromptCache, config: EngineConfig) -> None:
+    def __init__(
+        self, family: ModelFamily, prompts: PromptCache, config: EngineConfig, arrangement: Arrangement
+    ) -> None:
         """With the memory saver enabled, afterwards every weight lies in memory that can be given back."""
         self._family = family
+        self._arrangement = arrangement
         self._prompts = prompts
         self.adapters = Adapters(family, cache_of(config))
         self._modules: Mapping[str, torch.nn.Module] = {
@@ -95,9 +99,11 @@ class RankWeights:
         return local_tensor(tensor)
 
     def drop_graphs(self) -> None:
+        """And the memory through which ranks exchange, whose addresses graphs hold."""
         for graphs in (self._family.runner, self._family.decoding.graphs):
             if isinstance(graphs, CudaGraphs):
                 graphs.clear()
+        self._arrangement.give_back()
 
 
 def rank_settings(config: EngineConfig, rank: int) -> RankSettings:
