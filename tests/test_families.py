@@ -29,6 +29,8 @@ from diffusion_rl.sample import RolloutSample
 from engine_control.errors import InvalidRequestError
 from rl_kernels import exact_mode
 
+PIPELINES: dict[tuple[str, torch.dtype], RolloutPipeline] = {}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -46,7 +48,10 @@ class Case:
     stepping_alike: Callable[[Any], Any] = lambda stock: stock
 
     def pipeline(self, dtype: torch.dtype = torch.float32) -> RolloutPipeline:
-        return rollout_pipeline(self.build(dtype))
+        """One for all tests: its weights stay as they are."""
+        if (self.name, dtype) not in PIPELINES:
+            PIPELINES[self.name, dtype] = rollout_pipeline(self.build(dtype))
+        return PIPELINES[self.name, dtype]
 
     @property
     def small(self) -> dict[str, Any]:
@@ -173,7 +178,7 @@ def test_outside_the_exact_context_the_stock_pipeline_stays_close(case: Case) ->
 @case
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("sde", torch.float32), ("sde", torch.bfloat16), ("cps", torch.float32), ("ode", torch.bfloat16)],
+    [("sde", torch.float32), ("cps", torch.bfloat16), ("ode", torch.bfloat16)],
     ids=str,
 )
 def test_a_sample_has_the_same_bits_alone_in_a_group_and_beside_other_prompts(
@@ -182,14 +187,14 @@ def test_a_sample_has_the_same_bits_alone_in_a_group_and_beside_other_prompts(
     pipeline = case.pipeline(dtype)
     fields = {**case.full, **case.guided, "rollout_sde_type": kind}
     group = pipeline(case.prompts[0], seed=20, num_outputs_per_prompt=3, **fields)
-    mixed = pipeline(case.prompts, seed=18, num_outputs_per_prompt=4, **fields)
+    mixed = pipeline(case.prompts, seed=18, num_outputs_per_prompt=3, **fields)
     for index in (0, 2):
         alone = pipeline(case.prompts[0], seed=20 + index, **fields)[0]
         assert_same_bits(group[index], alone)
         if index == 0:
             assert_same_bits(mixed[2], alone)
-    longest = pipeline(case.prompts[2], seed=18 + 2 * 4, **fields)[0]
-    assert_same_bits(mixed[8], longest)
+    longest = pipeline(case.prompts[2], seed=18 + 2 * 3, **fields)[0]
+    assert_same_bits(mixed[6], longest)
 
 
 @case

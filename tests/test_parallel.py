@@ -65,13 +65,11 @@ def wan(dtype: torch.dtype) -> Any:
 
 BOTH = ParallelConfig(sp_degree=2, enable_cfg_parallel=True)
 CASES = [
-    Case(flux_pipeline, torch.bfloat16, ParallelConfig(sp_degree=4)),
-    Case(sd3, torch.bfloat16, ParallelConfig(sp_degree=2)),
+    Case(flux_pipeline, torch.bfloat16, ParallelConfig(sp_degree=2)),
     Case(sd3, torch.float32, ParallelConfig(ulysses_degree=4)),
-    Case(qwen, torch.bfloat16, ParallelConfig(sp_degree=4)),
     Case(qwen, torch.float32, BOTH),
     Case(qwen, torch.bfloat16, ParallelConfig(enable_cfg_parallel=True)),
-    Case(z_image_pipeline, torch.bfloat16, ParallelConfig(sp_degree=4)),
+    Case(z_image_pipeline, torch.bfloat16, ParallelConfig(sp_degree=2)),
     Case(wan, torch.bfloat16, ParallelConfig(sp_degree=4)),
 ]
 

@@ -385,6 +385,8 @@ def _qwen_tokenizer(chat_template: str | None = None) -> Qwen2Tokenizer:
 
 SMALL_DEFAULTS: dict[type[DiffusionPipeline], dict[str, int]] = {
     FluxPipeline: {"height": 64, "width": 64, "max_sequence_length": 77},
+    QwenImagePipeline: {"height": 64, "width": 64},
+    ZImagePipeline: {"height": 64, "width": 64},
     WanPipeline: {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 77},
 }
 
