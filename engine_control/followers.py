@@ -156,10 +156,13 @@ class Followers:
         return [rank.process.pid for rank in self._ranks]
 
     def close(self) -> None:
-        """Ends every follower: by closing its connection, after a grace by SIGKILL. Afterwards they are gone."""
+        """Ends every follower: by closing its connection, after a grace by SIGKILL; one that has answered nothing yet
+        holds nothing, and is killed amid its imports. Afterwards they are gone."""
         self._closing = True
         for rank in self._ranks:
             rank.hang_up()
+            if not rank.has_answered:
+                rank.process.kill()
         for rank in self._ranks:
             rank.wait(EXIT_GRACE_S)
             rank.connection.close()
@@ -203,6 +206,7 @@ class _Follower:
     ) -> None:
         self.rank = rank
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self.has_answered = False
         self.process, self.connection = start_child(module, environment, stdin=subprocess.DEVNULL)
         self._on_end = on_end
         threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True).start()
@@ -222,7 +226,9 @@ class _Follower:
     def _read(self) -> None:
         try:
             while True:
-                self.answers.put(msgspec.convert(receive_message(self.connection), Answer))
+                answer = msgspec.convert(receive_message(self.connection), Answer)
+                self.has_answered = True
+                self.answers.put(answer)
         except (WireError, OSError, msgspec.ValidationError) as error:
             cause = str(error)
         self.hang_up()

@@ -65,6 +65,12 @@ def test_closing_ends_the_processes_and_is_no_death(followers: Followers, deaths
     assert deaths.heard.empty()
 
 
+def test_a_follower_that_still_imports_is_not_waited_for(followers: Followers, deaths: Deaths) -> None:
+    followers.close()
+    assert [rank.process.returncode for rank in followers._ranks] == [-signal.SIGKILL] * 2
+    assert deaths.heard.empty()
+
+
 def test_a_killed_follower_is_noticed_at_once_by_name(followers: Followers, deaths: Deaths) -> None:
     followers.ask("ready")
     os.kill(followers.process_ids[1], signal.SIGKILL)
