@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import qwen_image_pipeline, sd3_pipeline
+from tiny_models import qwen_image_pipeline, rollout_pipeline, sd3_pipeline
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -53,12 +53,12 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @cache
 def rollout_of(build: Callable[..., Any], dtype: torch.dtype = torch.float32) -> RolloutPipeline:
     """One for all tests, which train copies of its transformer."""
-    return RolloutPipeline(build(dtype))
+    return rollout_pipeline(build(dtype))
 
 
 @cache
 def adapted_rollout_of(build: Callable[..., Any], dtype: torch.dtype, adapter: torch.dtype) -> RolloutPipeline:
-    return RolloutPipeline(with_lora(build(dtype), dtype=adapter))
+    return rollout_pipeline(with_lora(build(dtype), dtype=adapter))
 
 
 def rolled_out(pipeline: RolloutPipeline, count: int = 1, **fields: Any) -> list[RolloutSample]:
@@ -240,7 +240,7 @@ def test_what_checkpointing_computes_again_has_the_bits_of_the_forward(build: An
 
 @builds
 def test_blocks_that_the_rollout_runs_fused_run_fused_in_the_trainer(build: Any) -> None:
-    pipeline = RolloutPipeline(build(torch.bfloat16))
+    pipeline = rollout_pipeline(build(torch.bfloat16))
     family, stock = pipeline.engine.family, rolled_out(pipeline)
     family.choices = replace(family.choices, fused=True)
     samples = rolled_out(pipeline)

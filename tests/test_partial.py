@@ -17,7 +17,7 @@ from countdown_engine import CountdownEngine
 from equality import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import qwen_image_pipeline, sd3_pipeline
+from tiny_models import qwen_image_pipeline, rollout_pipeline, sd3_pipeline
 
 from diffusion_rl.client import RolloutClient
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -145,7 +145,7 @@ def test_an_aborted_request_resumed_has_the_bits_of_an_uninterrupted_one(
 
 
 def test_half_precision_latents_and_pictures_alone_are_resumed_too() -> None:
-    pipeline = RolloutPipeline(qwen_image_pipeline(torch.bfloat16))
+    pipeline = rollout_pipeline(qwen_image_pipeline(torch.bfloat16))
     plain = {"rollout_debug_mode": False, "true_cfg_scale": 3.0, "guidance_scale": None}
     for extra in ({"rollout": False}, {"rollout_latents_dtype": "bfloat16"}, {"rollout_sde_type": "ode"}):
         fields = {**FIELDS, **plain, **extra}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Service
 from safetensors.torch import load_file, save_file
-from tiny_models import qwen_image_pipeline, sd3_pipeline
+from tiny_models import qwen_image_pipeline, rollout_pipeline, sd3_pipeline
 from typer.testing import CliRunner
 
 from diffusion_rl import RolloutParams, RolloutPipeline
@@ -128,7 +128,7 @@ class TestWhatMustNotMatter:
         assert compare(full, RolloutPipeline(sd3_pipeline(), config=EngineConfig(max_batch_size=size))).equal
 
     def test_another_family(self):
-        qwen = RolloutPipeline(qwen_image_pipeline())
+        qwen = rollout_pipeline(qwen_image_pipeline())
         made = record(qwen, default_requests(16, prompts=["a cat", "two dogs"], kinds=["sde"], size=(32, 32), steps=2))
         guided, unguided = (request.samples[0].values["guidance_scale"] for request in made.requests[:2])
         assert (guided, unguided) == (3.0, 1.0)

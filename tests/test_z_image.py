@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same_bits
-from tiny_models import sd3_pipeline, z_image_pipeline
+from tiny_models import rollout_pipeline, sd3_pipeline, z_image_pipeline
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.batch import Conditioning, DenoiseBatch
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def pipeline() -> RolloutPipeline:
-    return RolloutPipeline(z_image_pipeline())
+    return rollout_pipeline(z_image_pipeline())
 
 
 def test_a_scale_of_0_is_no_guidance_and_a_scale_of_1_is_some(pipeline: RolloutPipeline) -> None:
@@ -90,7 +90,7 @@ def test_limits_of_guidance_are_each_samples_own_and_replayed(pipeline: RolloutP
 
 
 def test_states_of_a_half_precision_model_are_fp32_as_in_its_pipeline() -> None:
-    pipeline = RolloutPipeline(z_image_pipeline(torch.bfloat16))
+    pipeline = rollout_pipeline(z_image_pipeline(torch.bfloat16))
     trajectory = pipeline("cat", seed=1, rollout_sde_type="ode", **FIELDS)[0].dit_trajectory
     assert trajectory is not None
     assert trajectory.latents.shape == (4, 16, 1, 10, 6)
