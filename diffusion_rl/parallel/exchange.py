@@ -14,8 +14,10 @@ Streams = tuple[Stream, ...]
 
 
 class Exchange(Protocol):
-    """All ranks of the group make the same calls in one order. What a call returns may be overwritten by the next one
-    of the same kind: it is to be read before that, in the order of the stream."""
+    """All ranks of the group make the same calls in one order. What `to_heads` returns may be overwritten by the next
+    such call: an attention has read it by then, in the order of the stream. All else is a tensor of its own, since a
+    block may read what its first attention said of the text after its second one.
+    """
 
     group: RankGroup
 
@@ -32,7 +34,7 @@ class Exchange(Protocol):
         `[B, share, H, D]`, which is how the layer behind an attention reads it; its padding is zeros."""
 
     def gather(self, share: torch.Tensor, shards: Shards, streams: Streams) -> torch.Tensor:
-        """`[B, share, D]` of each rank -> `[B, tokens, D]` on every rank, a tensor of its own."""
+        """`[B, share, D]` of each rank -> `[B, tokens, D]` on every rank."""
 
     def give_back(self) -> None:
         """Drops the memory that it keeps between forwards. No graph that was captured with it may be left."""

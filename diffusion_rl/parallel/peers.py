@@ -3,7 +3,7 @@ came, and nothing for the host to do, so that a CUDA graph can hold it.
 
 Each rank has buffers that every other rank has mapped (CUDA IPC). A kernel writes what a rank needs to where that rank
 reads it; then all ranks meet on the device. A buffer is written again only after its rank has come to a later meeting,
-behind whatever read it: to heads, meet, attention, to tokens, meet, the layer behind it, to heads, ...
+behind whatever read it: to heads, meet, attention, to tokens, meet, the copy of those, to heads, ...
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PeerExchange:
         mine, ranks = self._room("tokens", attended, shape)
         kernels.push_tokens(attended, ranks, lying, rank=self.group.rank)
         self._meet(mine.nbytes)
-        return mine.transpose(1, 2)
+        return mine.clone().transpose(1, 2)
 
     def gather(self, share: torch.Tensor, shards: Shards, streams: Streams) -> torch.Tensor:
         lying, size = _lying(shards, streams), self.group.size

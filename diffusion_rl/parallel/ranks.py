@@ -160,8 +160,10 @@ class OtherRanks:
 
     def agree(self, decision: object, digests: Sequence[Callable[[], str]]) -> None:
         self._followers.check()
-        own = own_report([digest() for digest in digests], self.arrangement)
-        answers = [msgspec.convert(a, Report) for a in self._followers.ask(decision)]
+        own, told = self._followers.everywhere(
+            decision, lambda: own_report([digest() for digest in digests], self.arrangement)
+        )
+        answers = [msgspec.convert(answer, Report) for answer in told]
         self._reports = [own, *answers]
         for rank, report in enumerate(answers, start=1):
             if report.digests != own.digests:
