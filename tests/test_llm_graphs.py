@@ -10,7 +10,8 @@ from tiny_llms import make_tiny_llm
 
 from llm_runtime import LLM, LLMConfig
 from llm_runtime.engine.batches import Span, batch_of
-from llm_runtime.engine.graphs import DecodeGraphs, GraphPool, padded, size_for
+from llm_runtime.engine.graphs import DecodeGraphs, padded, size_for
+from rl_kernels.graph_pool import GraphPool
 
 PARAMS = {"temperature": 0.8, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 3}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -478,3 +478,20 @@ def test_a_block_of_attention_takes_the_shared_memory_that_is_said_and_spills_ne
         found = compiled_alone("paged_attention", name, short, sizes, **options)
         assert 1024 * (block.kibibytes - 4) < found.metadata.shared <= 1024 * block.kibibytes
         assert spilled(found, tmp_path) <= LARGEST_SPILL, block
+
+
+@compiles
+def test_a_rows_sum_has_one_order_whatever_the_logits_dtype() -> None:
+    """That of `row_log_softmax`, which has them in fp32: how numbers lie over threads decides the order."""
+    sizes = {"WIDTH": 151_936, "BLOCK": 4096}
+    layouts = {
+        tuple(re.findall(r"#blocked = #ttg.blocked<.*>", found.asm["ttgir"]))
+        for found in (
+            compiled_alone("log_softmax_gather", "log_softmax", "fp32", sizes, num_warps=8),
+            *(
+                compiled_alone("draw_tokens", "totals_of_blocks", dtype, {**sizes, "BLOCKS": 64}, num_warps=8)
+                for dtype in ("bf16", "fp16", "fp32")
+            ),
+        )
+    }
+    assert len(layouts) == 1

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from diffusion_rl.models.runner import eager
 from engine_control.groups import Traffic
 from rl_kernels import AttentionPlan
+from rl_kernels.graph_pool import GraphPool
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 24_000  # of a forward; a larger one keeps the device busy longer than its launches take
 MAX_GRAPHS = 16
-WARM_UPS = 2
 
 GraphKey = tuple[object, ...]
 Call = Callable[[dict[str, Any]], torch.Tensor]
@@ -66,8 +66,7 @@ class CudaGraphs:
         self._traffic = traffic or Traffic()
         self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
         self._seen: OrderedDict[GraphKey, None] = OrderedDict()
-        self._pool: Any = None
-        self._side: torch.cuda.Stream | None = None
+        self._pool: GraphPool | None = None
 
     def __call__(self, transformer: torch.nn.Module, plan: AttentionPlan, inputs: dict[str, Any]) -> torch.Tensor:
         forward = partial(eager, transformer, plan)
@@ -84,7 +83,8 @@ class CudaGraphs:
         """Forgets every graph, and frees their memory: the weights that they read lie somewhere else now."""
         self._graphs.clear()
         self._seen.clear()
-        self._pool = None
+        if self._pool is not None:
+            self._pool.clear()
 
     def forget(self, variant: str) -> None:
         """Forgets the graphs of one adapter: other tensors have its name now, or none."""
@@ -116,27 +116,23 @@ class CudaGraphs:
     def _capture(self, call: Call, inputs: dict[str, Any]) -> _Captured | None:
         """The graph of this call; None if it does something that no graph can hold."""
         arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        if self._side is None:  # one for all captures: libraries keep a workspace for every stream that they have seen
-            self._side = torch.cuda.Stream()
-        side, graph = self._side, torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                call(arguments)
-        torch.cuda.current_stream().wait_stream(side)
         before = replace(self._traffic)
+
+        def counted() -> torch.Tensor:
+            nonlocal before
+            before = replace(self._traffic)
+            return call(arguments)
+
+        if self._pool is None:
+            self._pool = GraphPool(_tensors(arguments)[0].device)
         try:
-            # Errors of this thread alone: another one may copy a reply meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                result = call(arguments)
+            graph, result = self._pool.capture(counted)
         except RuntimeError:
             logger.warning("a call can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
             torch.cuda.synchronize()
             return None
         finally:
-            sent = self._traffic.take_back(before)  # nothing was: capturing only writes down
+            sent = self._traffic.take_back(before)  # of the last call, which was only written down
         self.captured += 1
         return _Captured(graph, _tensors(arguments), result, sent)
 

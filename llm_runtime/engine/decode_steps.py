@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
-from llm_runtime.engine.graphs import ForwardInputs, GraphPool, size_for, table_width
+from llm_runtime.engine.graphs import ForwardInputs, size_for, table_width
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.sampler import seed_keys
 from llm_runtime.models.base import CausalLM
 from rl_kernels.decode_rows import advance_rows, place_rows
 from rl_kernels.draw_tokens import draw_tokens
+from rl_kernels.graph_pool import GraphPool
 from rl_kernels.paged_attention import PagedPlan
 from rl_kernels.staging import to_device
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from llm_runtime.engine.batches import ForwardBatch
+from rl_kernels.graph_pool import GraphPool
 from rl_kernels.paged_attention import PagedPlan
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STEP = 16  # between sizes; fewer rows would be padded to as many at every linear layer
 SHORTEST_TABLE = 1024  # tokens that a graph's page tables have room for, or this times a power of 4
-WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -52,38 +51,6 @@ class _Captured:
     graph: Any
     inputs: ForwardInputs
     hidden: torch.Tensor
-
-
-class GraphPool:
-    """Captures calls into graphs that share their memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-        self._side: torch.cuda.Stream | None = None  # one for all: libraries keep a workspace for each
-
-    def capture(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of a call, and what it returns: memory that a replay writes anew. It is called some times before,
-        to be warm."""
-        with torch.cuda.device(self._device):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            if self._side is None:
-                self._side = torch.cuda.Stream()
-            side, graph = self._side, torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    call()
-            torch.cuda.current_stream().wait_stream(side)
-            # Errors of this thread alone: another one may copy a reply meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                result = call()
-        return graph, result
-
-    def clear(self) -> None:
-        """Once the graphs are gone too, their memory is free."""
-        self._pool = None
 
 
 class DecodeGraphs:

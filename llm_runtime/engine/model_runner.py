@@ -9,11 +9,12 @@ import torch
 
 from llm_runtime.engine.batches import ForwardBatch
 from llm_runtime.engine.decode_steps import DecodeSteps
-from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs, GraphPool
+from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.layers.linear import choose_products
 from llm_runtime.models.base import CausalLM
 from rl_kernels.fused import runs_on_triton
+from rl_kernels.graph_pool import GraphPool
 from rl_kernels.mode import LIBRARY, Choices
 from rl_kernels.paged_attention import PagedPlan, paged_attention
 from rl_kernels.paged_qkv import HeadNorms, Rotation, paged_qkv

@@ -16,6 +16,7 @@ from rl_kernels.jit.gumbel_argmax import counted, noisy
 from rl_kernels.jit.log_softmax_gather import exponentials
 
 LOWEST = tl.constexpr(float("-inf"))
+RUN = tl.constexpr(4)  # numbers in fp32 of a vector load
 LOG_2 = tl.constexpr(0.6931471805599453)
 OF_COUNTED = tl.constexpr(127 + 32)  # u is 2^-32 of a counted number
 # What rounding may add to a sum beyond its bound: of the bound, and of everything else. A hundred times what it can be.
@@ -25,8 +26,13 @@ ABSOLUTE = tl.constexpr(2.0**-9)
 
 @triton.jit
 def _logits(logits: tl.tensor, row: tl.tensor, token: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """A row's logits in fp32, and -inf behind its end."""
-    return tl.load(logits + row * WIDTH + token, mask=token < WIDTH, other=LOWEST).to(tl.float32)
+    """A row's logits in fp32, and -inf behind its end.
+
+    Read in runs of `RUN` whatever their dtype: a sum's order is the one in which its numbers lie over the threads, and
+    those of a row in fp32 (`log_softmax_gather`) lie so.
+    """
+    at = tl.max_contiguous(row * WIDTH + token, RUN)
+    return tl.load(logits + at, mask=token < WIDTH, other=LOWEST).to(tl.float32)
 
 
 @triton.jit
