@@ -279,6 +279,17 @@ def test_a_folder_loads_in_the_dtype_that_is_asked_for(case: Case, dtype: torch.
 
 
 @case
+def test_a_folder_loads_in_the_dtypes_that_it_is_stored_in(case: Case, tmp_path: Any) -> None:
+    built = case.build(torch.bfloat16)
+    built.vae.to(torch.float32)
+    family = load_family(str(save(built, tmp_path / "model")))
+    modules = {n: m for n, m in family.pipeline.components.items() if isinstance(m, torch.nn.Module)}
+    found = {name: {p.dtype for p in parameters_to_cast(module)} for name, module in modules.items()}
+    assert found == {name: {torch.float32 if name == "vae" else torch.bfloat16} for name in modules}
+    assert family.dtype == torch.bfloat16
+
+
+@case
 @pytest.mark.parametrize("steps", [1, 2, 10])
 def test_schedules_are_diffusers_own_bit_for_bit(case: Case, steps: int) -> None:
     pipeline = case.pipeline()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import is_accelerate_available
+from safetensors import safe_open
 
 from engine_control.errors import InvalidRequestError
 
 EMBEDDED = "embedded"
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[Any, Path | None]:
-    """The pipeline in `dtype` (None: as stored, fp32 for an fp32 checkpoint), and its folder if it is a local one.
+    """The pipeline in `dtype` (None: each component as it is stored), and its folder if it is a local one.
 
     Components that the checkpoint leaves out (an SD3 without T5) stay None.
 
@@ -36,12 +40,13 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
     if not index.is_file():
         raise _bad_path(model_path, "it holds no model_index.json, so it is no diffusers pipeline")
     absent = _absent_components(json.loads(index.read_text()))
-    return _load(str(folder), dtype, absent), folder
+    return _load(folder, dtype, absent), folder
 
 
-def _load(path: str, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
+def _load(folder: Path, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
+    path, dtypes = str(folder), stored_dtypes(folder) if dtype is None else dtype  # with None diffusers takes fp32
     try:  # None: only for modules that keep parts in fp32, which diffusers can't load otherwise
-        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, low_cpu_mem_usage=None, **absent)
+        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtypes, low_cpu_mem_usage=None, **absent)
     except NameError as error:  # diffusers then goes on to use what it could not import
         if is_accelerate_available():
             raise
@@ -60,9 +65,28 @@ def _cast(pipeline: Any, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype that most of each component's numbers are stored in, by its name in the pipeline, and `default`, fp32,
+    for all else. Files of a variant (`.fp16.`) aren't loaded, and don't count."""
+    found = {"default": torch.float32}
+    for component in sorted(path for path in folder.iterdir() if path.is_dir()):
+        counts: Counter[torch.dtype] = Counter()
+        for file in component.glob("*.safetensors"):
+            if "." in file.stem:
+                continue
+            with safe_open(file, framework="pt") as tensors:
+                slices = (tensors.get_slice(name) for name in tensors.keys())  # noqa: SIM118
+                for one in slices:
+                    if (dtype := STORED.get(one.get_dtype())) is not None:
+                        counts[dtype] += math.prod(one.get_shape())
+        if counts:
+            found[component.name] = counts.most_common(1)[0][0]
+    return found
+
+
 def _from_hub(model_id: str, dtype: torch.dtype | None) -> Any:
     try:
-        return _load(model_id, dtype, {})
+        return _load(Path(DiffusionPipeline.download(model_id)), dtype, {})
     except OSError as error:
         raise _bad_path(model_id, f"it is neither a folder nor a hub id that could be loaded ({error})") from error
 
