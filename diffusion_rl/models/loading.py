@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import is_accelerate_available
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from engine_control.errors import InvalidRequestError
 
 EMBEDDED = "embedded"
+DTYPE = "dtype" if tuple(map(int, diffusers.__version__.split(".")[:2])) >= (0, 42) else "torch_dtype"  # its older name
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -46,7 +48,7 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
 def _load(folder: Path, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
     path, dtypes = str(folder), stored_dtypes(folder) if dtype is None else dtype  # with None diffusers takes fp32
     try:  # None: only for modules that keep parts in fp32, which diffusers can't load otherwise
-        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=dtypes, low_cpu_mem_usage=None, **absent)
+        pipeline = DiffusionPipeline.from_pretrained(path, low_cpu_mem_usage=None, **{DTYPE: dtypes}, **absent)
     except NameError as error:  # diffusers then goes on to use what it could not import
         if is_accelerate_available():
             raise
