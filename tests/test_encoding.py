@@ -19,7 +19,14 @@ from prometheus_client import Gauge
 from starlette.types import Message
 
 from diffusion_rl.client import DecodeError, decode_json, decode_msgpack, decode_safetensors
-from diffusion_rl.server.encoding import CHUNK_BYTES, SAFETENSORS_DTYPES, EncodedBody, encode, parse_safetensors
+from diffusion_rl.server.encoding import (
+    CHUNK_BYTES,
+    SAFETENSORS_DTYPES,
+    VIEWED_BYTES,
+    EncodedBody,
+    encode,
+    parse_safetensors,
+)
 from diffusion_rl.server.negotiation import check_json_content_type, choose_wire
 from diffusion_rl.server.responses import BodyResponse, RepliesInFlight
 from engine_control.errors import NotAcceptableError, UnsupportedMediaTypeError
@@ -152,6 +159,21 @@ def test_decoded_safetensors_are_views_of_a_writable_body() -> None:
     (row,) = decode_safetensors(body)
     row["x"] += 1
     assert parse_safetensors(body)[0]["0.x"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+def test_large_tensors_of_msgpack_are_views_of_a_writable_body_and_lie_aligned_in_it(shift: int) -> None:
+    tensors = [torch.arange(VIEWED_BYTES // 8 + n, dtype=torch.int64) for n in (-100, 0, 1, 7)]
+    rows = [{"a": tensors, "odd": torch.ones(7, dtype=torch.uint8), "text": "x" * n} for n in range(5)]
+    sent = body_of(rows, "msgpack")
+    memory = bytearray(shift) + sent
+    decoded = decode_msgpack(memoryview(memory)[shift:])
+    assert_equal(rows, decoded)
+    memory[:] = bytes(len(memory))
+    for row in decoded:
+        changed = [not tensor.any() for tensor in row["a"]]
+        assert changed == ([False] * 4 if shift else [tensor.nbytes >= VIEWED_BYTES for tensor in tensors])
+    assert_equal(rows, decode_msgpack(sent))  # a body that can't be written to is copied
 
 
 @pytest.mark.parametrize("wire", WIRES)

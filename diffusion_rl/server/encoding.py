@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import orjson
 import torch
 
@@ -33,8 +34,11 @@ from engine_control.wire import tensor_bytes
 CHUNK_BYTES = 1024 * 1024
 SMALL_BYTES = 128 * 1024  # smaller pieces are copied together into one chunk
 BASE64_INPUT_BYTES = CHUNK_BYTES // 4 * 3  # a multiple of 3: each chunk's base64 needs no padding but the last one's
+VIEWED_BYTES = 64 * 1024  # in msgpack, smaller tensors are decoded to copies, larger ones to views of the body
+ALIGNMENT = 8  # of a tensor's bytes in a body, in bytes: the largest item's size
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_BIN_BYTES = 2**32 - 1
+BIN_32, BIN_32_HEAD_BYTES = 0xC6, 5  # msgpack's longest `bin`: its first byte, and the bytes before its content
 
 CONTENT_TYPES: Mapping[Wire, str] = {
     "json": "application/json",
@@ -63,6 +67,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETE
 T = TypeVar("T")
 Row = Mapping[str, Any]
 Buffer = bytes | bytearray | memoryview
+_LAYER = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.Raw] | str)
 
 
 class DecodeError(ValueError):
@@ -138,21 +143,28 @@ def encode(rows: Sequence[Row], wire: Wire) -> EncodedBody:
     def stand_in(path: str, tensor: torch.Tensor) -> dict[str, object]:
         tensors.append(tensor)
         marker = f"{nonce}{len(tensors) - 1:08x}"
-        data = marker if wire == "json" else msgspec.Raw(_bin_prefix(_file_size(tensor)) + marker.encode())
+        data = marker if wire == "json" else msgspec.Raw(marker.encode())
         return {"__tensor__": True, "data": data, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
 
     skeleton = _with_stand_ins(list(rows), "", stand_in)
     text = orjson.dumps(skeleton) if wire == "json" else msgspec.msgpack.encode(skeleton)
-    files: dict[int, tuple[memoryview, ...]] = {}
+    contents: dict[int, memoryview] = {}
     parts: list[memoryview | Base64] = []
+    length = 0
     for position, piece in enumerate(re.split(nonce.encode() + rb"([0-9a-f]{8})", text)):
         if position % 2 == 0:
-            parts.append(memoryview(piece))
-            continue
-        tensor = tensors[int(piece, 16)]
-        if id(tensor) not in files:
-            files[id(tensor)] = (memoryview(_file_header(tensor)), tensor_bytes(tensor))
-        parts.extend([Base64(files[id(tensor)])] if wire == "json" else files[id(tensor)])
+            added: list[memoryview | Base64] = [memoryview(piece)]
+        else:
+            tensor = tensors[int(piece, 16)]
+            if id(tensor) not in contents:
+                contents[id(tensor)] = tensor_bytes(tensor)
+            content = contents[id(tensor)]
+            if wire == "json":
+                added = [Base64((memoryview(_file_header(tensor)), content))]
+            else:
+                added = [memoryview(_bin_until_content(tensor, length)), content]
+        parts.extend(added)
+        length += sum(part.nbytes for part in added)
     return EncodedBody(CONTENT_TYPES[wire], tuple(parts))
 
 
@@ -166,12 +178,14 @@ def decode_json(data: Buffer) -> list[dict[str, Any]]:
 
 
 def decode_msgpack(data: Buffer) -> list[dict[str, Any]]:
-    """The rows of a msgpack body.
+    """The rows of a msgpack body. Tensors of `VIEWED_BYTES` and more are views of `data` if that can be written to,
+    else of one copy of it; one that lies at no multiple of its item's size is a copy.
 
     Raises:
         DecodeError: it is none.
     """
-    return _decode_maps(lambda: msgspec.msgpack.decode(data), bytearray)
+    body = _writable(data)
+    return _decode_maps(lambda: _decode_layer(msgspec.Raw(body), body), lambda data: data)
 
 
 def decode_safetensors(data: Buffer) -> list[dict[str, Any]]:
@@ -213,12 +227,12 @@ def parse_safetensors(data: Buffer) -> tuple[dict[str, torch.Tensor], dict[str, 
     Raises:
         DecodeError: not such a file, or one whose tensors leave gaps, overlap or disagree with their shapes.
     """
-    buffer = data if isinstance(data, bytearray) else bytearray(data)
+    buffer = _writable(data)
     size = int.from_bytes(buffer[:8], "little")
     if len(buffer) < 8 or size > min(MAX_HEADER_BYTES, len(buffer) - 8):
         raise DecodeError("the file is shorter than its header says")
     try:
-        header = json.loads(buffer[8 : 8 + size])
+        header = json.loads(bytes(buffer[8 : 8 + size]))
         metadata = header.pop("__metadata__", {})
         entries = [(*entry["data_offsets"], name, entry) for name, entry in header.items()]
         entries.sort(key=lambda item: item[:2])
@@ -278,14 +292,22 @@ def _file_header(tensor: torch.Tensor) -> bytes:
     return _padded_header({"t": _file_entry(tensor, 0)}, multiple=24)
 
 
-def _padded_header(header: Mapping[str, object], *, multiple: int) -> bytes:
+def _padded_header(header: Mapping[str, object], *, multiple: int, position: int = 0) -> bytes:
+    """A file's header that begins at that position, and ends at a multiple."""
     text = orjson.dumps(header)
-    text += b" " * (-(8 + len(text)) % multiple)
+    text += b" " * (-(position + 8 + len(text)) % multiple)
     return len(text).to_bytes(8, "little") + text
 
 
-def _file_size(tensor: torch.Tensor) -> int:
-    return len(_file_header(tensor)) + tensor.nbytes
+def _bin_until_content(tensor: torch.Tensor, position: int) -> bytes:
+    """The beginning, at that position of a body, of a msgpack `bin` that holds the tensor's own file. Of a tensor that
+    is decoded to a view the elements lie aligned in the body."""
+    if tensor.nbytes < VIEWED_BYTES:
+        header = _file_header(tensor)
+    else:
+        entry = {"t": _file_entry(tensor, 0)}
+        header = _padded_header(entry, multiple=ALIGNMENT, position=position + BIN_32_HEAD_BYTES)
+    return _bin_prefix(len(header) + tensor.nbytes) + header
 
 
 def _bin_prefix(size: int) -> bytes:
@@ -307,7 +329,7 @@ def _slices(view: memoryview, size: int) -> Iterator[memoryview]:
         yield view[start : start + size]
 
 
-def _decode_maps(load: Callable[[], Any], to_buffer: Callable[[Any], bytearray]) -> list[dict[str, Any]]:
+def _decode_maps(load: Callable[[], Any], to_buffer: Callable[[Any], Buffer]) -> list[dict[str, Any]]:
     def decode() -> list[dict[str, Any]]:
         rows = load()
         if not isinstance(rows, list):
@@ -326,11 +348,35 @@ def _decoded(decode: Callable[[], T]) -> T:
         raise DecodeError(f"malformed body: {error}") from error
 
 
-def _from_base64(text: str) -> bytearray:
-    return bytearray(base64.b64decode(text, validate=True))
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
-def _resolve_maps(value: Any, to_buffer: Callable[[Any], bytearray]) -> Any:
+def _decode_layer(raw: msgspec.Raw, body: memoryview) -> Any:
+    """What msgpack says at that place of the body; of what is large, the data of tensors are views of the body."""
+    view = memoryview(raw)
+    if view.nbytes < VIEWED_BYTES:
+        return msgspec.msgpack.decode(raw)
+    if view[0] == BIN_32:
+        start = _address(view) - _address(body)  # the same memory, but a `Raw` can't be written to
+        return body[start + BIN_32_HEAD_BYTES : start + view.nbytes]
+    value = _LAYER.decode(raw)
+    if isinstance(value, list):
+        return [_decode_layer(item, body) for item in value]
+    return {key: _decode_layer(item, body) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _writable(data: Buffer) -> memoryview:
+    """The data as bytes that can be written to: its own memory if it allows that, else a copy of it."""
+    view = memoryview(data).cast("B")
+    return memoryview(bytearray(view)) if view.readonly else view
+
+
+def _resolve_maps(value: Any, to_buffer: Callable[[Any], Buffer]) -> Any:
     if isinstance(value, list):
         return [_resolve_maps(item, to_buffer) for item in value]
     if not isinstance(value, dict):
@@ -350,8 +396,9 @@ def _resolve_names(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: _resolve_names(item, tensors) for key, item in value.items()}
 
 
-def _view(buffer: bytearray, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def _view(buffer: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     count = math.prod(shape)
     if count == 0:  # torch.frombuffer refuses empty views
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(tuple(shape))
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(tuple(shape))
+    return flat.clone() if flat.data_ptr() % dtype.itemsize else flat
