@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
 from rl_kernels.attention import Padding
 from rl_kernels.fused import empty_rows
-from rl_kernels.linear import padded_rows, padded_to, quick_sizes
-from rl_kernels.mode import observing
+from rl_kernels.linear import IMPLEMENTATIONS, padded_rows, padded_to, quick_sizes
+from rl_kernels.mode import Choices, observing
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -63,6 +63,26 @@ def test_a_patch_embedding_of_a_video_equals_the_convolution_and_is_reached_by_e
         assert torch.equal(whole, patch_conv(x, layer.weight, layer.bias))
         assert torch.equal(layer(x[1:2]), whole[1:2])
     torch.testing.assert_close(whole, layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_patch_embedding_is_the_linear_layer_that_was_chosen_for_its_shape_however_deep_the_mode(
+    dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        called.append(tuple(weight.shape))
+        return F.linear(x, weight, bias)
+
+    called: list[tuple[int, ...]] = []
+    monkeypatch.setitem(IMPLEMENTATIONS, "fixed_tiles", chosen)
+    layer = (torch.nn.Conv2d, torch.nn.Conv3d)[dims - 2](4, 32, 2, stride=2)
+    x, columns = torch.randn(2, 4, *[8] * dims), 4 * 2**dims
+    choices = Choices(linear={(columns, 32, torch.float32): "fixed_tiles"})
+    with exact_mode(choices=choices):
+        once = layer(x)
+        assert called == [(32, columns)]
+        with exact_mode(choices=choices):  # as in an engine, whose whole step is inside
+            assert torch.equal(layer(x), once)
 
 
 @pytest.mark.parametrize("text_first", [True, False])

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.linear import linear
+from rl_kernels.linear import Linear, linear
 
 
 def is_patch_conv(
@@ -23,8 +23,11 @@ def is_patch_conv(
     return stride == kernel and unpadded and all(d == 1 for d in dilation) and groups == 1
 
 
-def patch_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x `[B, C, H, W]`, weight `[N, C, p, q]`, result `[B, N, H // p, W // q]`: one row of the linear layer a patch.
+def patch_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, linear: Linear = linear
+) -> torch.Tensor:
+    """x `[B, C, H, W]`, weight `[N, C, p, q]`, result `[B, N, H // p, W // q]`: one row of the linear layer a patch,
+    which `linear` computes.
 
     In any number of dimensions: a video's x is `[B, C, F, H, W]`.
     """

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_kernels.attention import AttentionPlan, attention
 from rl_kernels.conv import conv2d, is_patch_conv, patch_conv
-from rl_kernels.linear import IMPLEMENTATIONS
+from rl_kernels.linear import IMPLEMENTATIONS, Linear
 from rl_kernels.reduce import folded_mean
 from rl_kernels.settings import exact_library_settings
 
@@ -62,8 +62,8 @@ class _ExactMode(TorchFunctionMode):
         self._replaced: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
             F.linear: self._linear,
             F.scaled_dot_product_attention: self._attention,
-            F.conv2d: partial(_convolution, 2, conv2d),
-            F.conv3d: partial(_convolution, 3, F.conv3d),
+            F.conv2d: partial(_convolution, self._linear, 2, conv2d),
+            F.conv3d: partial(_convolution, self._linear, 3, F.conv3d),
         }
         if choices.folded_means:
             self._replaced[torch.Tensor.mean] = self._mean
@@ -120,6 +120,7 @@ class _ExactMode(TorchFunctionMode):
 
 
 def _convolution(
+    linear: Linear,
     dims: int,
     otherwise: Callable[..., torch.Tensor],
     x: torch.Tensor,
@@ -130,11 +131,11 @@ def _convolution(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> torch.Tensor:
-    """A patch embedding in `dims` dimensions as a linear layer; any other convolution as it is."""
+    """A patch embedding in `dims` dimensions as a `linear` layer; any other convolution as it is."""
     pads = padding if isinstance(padding, str) else _each(padding, dims)
     strides, dilations = _each(stride, dims), _each(dilation, dims)
     if x.dim() == dims + 2 and is_patch_conv(weight, strides, pads, dilations, groups):
-        return patch_conv(x, weight, bias)
+        return patch_conv(x, weight, bias, linear=linear)
     return otherwise(x, weight, bias, strides, pads, dilations, groups)
 
 
