@@ -42,6 +42,7 @@ from benchmarks.measure import (
 from benchmarks.served import Served, cpu_seconds, resident_bytes, served
 from diffusion_rl.client import DECODERS
 from diffusion_rl.server.encoding import CONTENT_TYPES
+from engine_control.wire import uninitialised
 
 PROMPT, NEGATIVE = "a red ball on a blue table", " "
 CONTENTS: Mapping[str, Mapping[str, Any]] = {
@@ -199,7 +200,7 @@ def _arm(
     return work
 
 
-def post(url: str, content: bytes, wire: str) -> tuple[bytearray, float, float]:
+def post(url: str, content: bytes, wire: str) -> tuple[memoryview, float, float]:
     """The reply's body, and the seconds until its headers and until its end.
 
     Raises:
@@ -214,10 +215,9 @@ def post(url: str, content: bytes, wire: str) -> tuple[bytearray, float, float]:
         until_headers = time.perf_counter() - began
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {response.read()[:600]!r}")
-        data = bytearray(int(response.headers["content-length"]))
-        view, position = memoryview(data), 0
+        data, position = uninitialised(int(response.headers["content-length"])), 0
         while position < len(data):
-            count = response.readinto(view[position:])
+            count = response.readinto(data[position:])
             if not count:
                 raise RuntimeError(f"the reply ended after {position} of {len(data)} bytes")
             position += count
@@ -226,7 +226,7 @@ def post(url: str, content: bytes, wire: str) -> tuple[bytearray, float, float]:
         connection.close()
 
 
-def _reply(data: bytearray, headers_s: float, total_s: float, wire: str) -> Reply:
+def _reply(data: memoryview, headers_s: float, total_s: float, wire: str) -> Reply:
     timings = DECODERS[CONTENT_TYPES[wire]](data)[0]["timings"]  # type: ignore[index]
     return Reply(headers_s, total_s, len(data), timings)
 

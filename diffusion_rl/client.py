@@ -27,6 +27,7 @@ from diffusion_rl.server.encoding import (
 from diffusion_rl.server.rows import resume_state_row, sample_from_plain
 from engine_control.client import ControlClient, checked, error_from
 from engine_control.errors import InvalidRequestError
+from engine_control.wire import uninitialised
 
 __all__ = ["DecodeError", "RolloutClient", "decode_json", "decode_msgpack", "decode_safetensors"]
 
@@ -91,12 +92,12 @@ class RolloutClient(ControlClient):
         return info
 
 
-def _read(response: httpx.Response) -> bytearray:
+def _read(response: httpx.Response) -> Buffer:
     """The body in one writable buffer, which is allocated once if the length is known."""
     length = response.headers.get("content-length", "")
     if not length.isdigit() or "content-encoding" in response.headers:
         return bytearray(response.read())
-    data, position = bytearray(int(length)), 0
+    data, position = uninitialised(int(length)), 0
     for chunk in response.iter_raw():
         data[position : position + len(chunk)] = chunk
         position += len(chunk)

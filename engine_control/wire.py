@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 MAGIC = b"drl1"
@@ -171,6 +172,17 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(plain.view(torch.uint8).numpy())
 
 
+def uninitialised(nbytes: int) -> memoryview:
+    """Memory to receive into, with anything in it. Unlike a bytearray's it is not written to first, and large pieces
+    have huge pages where the system gives some when asked (numpy asks): to fault in small ones takes longer than to
+    receive their content.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    return np.empty(nbytes, dtype=np.uint8).data
+
+
 def _check_sendable(tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         raise WireError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} can't be sent")
@@ -222,13 +234,14 @@ def _read_manifest(data: bytearray, tensor_bytes: int, limits: WireLimits) -> li
 
 
 def _receive_tensor(connection: socket.socket, spec: TensorSpec) -> torch.Tensor:
-    # torch.empty, unlike bytearray, doesn't write zeros first: pages are touched by the read itself, without the GIL.
     try:
-        raw = torch.empty(spec.nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
+        raw = uninitialised(spec.nbytes)
+    except MemoryError as error:
         raise WireError(f"no memory for a tensor of {spec.nbytes} bytes: {error}") from error
-    _receive_into(connection, memoryview(raw.numpy()))
-    return raw.view(_DTYPE_BY_NAME[spec.dtype]).reshape(spec.shape)
+    _receive_into(connection, raw)
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=_DTYPE_BY_NAME[spec.dtype])
+    return torch.frombuffer(raw, dtype=_DTYPE_BY_NAME[spec.dtype]).reshape(spec.shape)
 
 
 def _decode_body(body: bytearray, tensors: list[torch.Tensor], earlier: Mapping[int, torch.Tensor]) -> object:
