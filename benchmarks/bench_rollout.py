@@ -47,6 +47,7 @@ from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.rollout.compilation import compile_family
 from diffusion_rl.rollout.engine import RolloutEngine, build_engine
 
+PARTS = ("forwards", "rollouts", "decoding", "arrivals", "profile")
 WARM_STEPS = 3  # enough for a shape's eager forward, its capture and a replay
 FORWARD_REPEATS = 5
 DECODED_TOGETHER = 8
@@ -76,13 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add(report, arguments, {"name": "matmul", "size": side, "dtype": str(family.dtype), "tflops": ceiling})
     _add(report, arguments, {"name": "counted_flop", **flops})
     bench = Bench(report, arguments, subject, budget, ceiling, flops)
+    parts = arguments.parts
     for group in arguments.batch:
-        bench.forwards(group)
-        bench.rollouts(group)
-    bench.decoding()
-    if arguments.arrivals > 1 and budget.allows(0):
+        if "forwards" in parts:
+            bench.forwards(group)
+        if "rollouts" in parts:
+            bench.rollouts(group)
+    if "decoding" in parts:
+        bench.decoding()
+    if "arrivals" in parts and arguments.arrivals > 1 and budget.allows(0):
         bench.arrivals(arguments.arrivals)
-    if family.device.type == "cuda" and budget.allows(0):
+    if "profile" in parts and family.device.type == "cuda" and budget.allows(0):
         bench.profile(arguments.batch[0])
     for kind in arguments.compile:
         for group in arguments.batch:
@@ -112,8 +117,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile-s", type=float, default=60.0, help="what compiling is thought to take, by the budget"
     )
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"which parts, a list: {', '.join(PARTS)}")
     parser.add_argument("--budget-s", type=float, default=600.0, help="seconds after which no further part begins")
     return parser.parse_args(argv)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise argparse.ArgumentTypeError(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    return parts
 
 
 def _subject(arguments: argparse.Namespace, report: Report) -> Subject:
