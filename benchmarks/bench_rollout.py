@@ -264,15 +264,16 @@ class Bench:
 
     def arrivals(self, count: int) -> None:
         """Single requests that arrive at random within half of the time that one group of them takes."""
+        for size in range(1, count + 1):  # each of which a batch of arrivals has at some time
+            self.ours(size, **TRAJECTORY)(WARM_STEPS)
         group = self.ours(count, **TRAJECTORY)
-        group(WARM_STEPS)
         window = seconds_of(lambda: group(self.subject.steps)) / 2
         draw = random.Random(SEED)
         arms: dict[str, Callable[[], object]] = {
             "one group": partial(group, self.subject.steps),
             "at random": lambda: self.arriving([draw.uniform(0, window) for _ in range(count)]),
         }
-        series = alternate(arms, self.arguments.repeats, warmups=2, budget=self.budget)
+        series = alternate(arms, self.arguments.repeats, budget=self.budget)
         for name, one in series.items():
             self.add(
                 one.row(group=count, images_per_s=count / one.median, window_s=window) | {"name": f"arrivals: {name}"}

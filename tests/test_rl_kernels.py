@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_kernels import AttentionPlan, attention, exact_mode, exact_mode_is_on, linear, patch_conv, row_mean, row_sum
+from rl_kernels import (
+    AttentionPlan,
+    attention,
+    copies,
+    exact_mode,
+    exact_mode_is_on,
+    linear,
+    patch_conv,
+    row_mean,
+    row_sum,
+)
 from rl_kernels.attention import Padding
 from rl_kernels.fused import empty_rows
 from rl_kernels.linear import IMPLEMENTATIONS, padded_rows, padded_to, quick_sizes
@@ -218,6 +228,32 @@ def test_gradients_flow_through_the_exact_operations() -> None:
     x.grad = None
     layer(x).square().sum().backward()
     torch.testing.assert_close(exact, x.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 8])
+@pytest.mark.parametrize("width", [48, 52])
+def test_copies_in_wide_pieces_copy_every_byte(dtype: torch.dtype, first: int, width: int) -> None:
+    pool = torch.arange(6 * 9 * 64).to(dtype).view(6, 9, 64)
+    pieces = pool[1:5, 2:7, first : first + width]
+    wide = all(number * dtype.itemsize % 16 == 0 for number in (first, width))
+    assert copies._in_wide_pieces(pieces) is wide
+    copied = copies.contiguous(pieces)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, pieces)
+    target = pool.new_zeros(6, 9, 64)
+    assert copies.copy_(target[1:5, 2:7, first : first + width], pieces) is not pieces
+    expected = torch.zeros_like(target)
+    expected[1:5, 2:7, first : first + width] = pieces
+    assert torch.equal(target, expected)
+    assert copies.contiguous(copied) is copied
+
+
+def test_a_copy_keeps_its_place_in_autograd() -> None:
+    x = torch.randn(3, 4, 8, requires_grad=True)
+    copies.contiguous(x[:, 1:3]).sum().backward()
+    assert x.grad is not None
+    assert x.grad.sum() == 3 * 2 * 8
 
 
 def test_attention_dropout_is_refused_in_exact_mode() -> None:

@@ -31,6 +31,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from torch import nn
 
+from rl_kernels.copies import contiguous
 from rl_kernels.fused import DTYPES
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
 from rl_kernels.gelu_linear import gelu_linear
@@ -83,7 +84,7 @@ def joint_transformer_block(
     _, _, gate, mlp_shift, mlp_scale, mlp_gate = text_vectors
     text, normed_text = gated_residual_norm(
         text,
-        attn.to_add_out(text_out.contiguous()),
+        attn.to_add_out(contiguous(text_out)),
         gate,
         scale=mlp_scale,
         shift=mlp_shift,
@@ -126,7 +127,7 @@ def qwen_image_transformer_block(
         attn, _text_stream(attn, normed_text, text_rope), _image_stream(attn, normed, image_rope)
     )
     assert image_out is not None
-    image_out, text_out = _output(attn, image_out), attn.to_add_out(text_out.contiguous())
+    image_out, text_out = _output(attn, image_out), attn.to_add_out(contiguous(text_out))
     image = _after_attention(hidden_states, image_out, image_vectors, module.img_norm2, module.img_mlp)
     text = _after_attention(encoder_hidden_states, text_out, text_vectors, module.txt_norm2, module.txt_mlp)
     if image.dtype == torch.float16:  # the block's own guard against overflow
@@ -203,7 +204,7 @@ def _attend(attn: Any, first: Stream, second: Stream | None) -> tuple[torch.Tens
 
 
 def _output(attn: Any, x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()  # outside exact mode a strided matrix would take another path of the library
+    x = contiguous(x)  # outside exact mode a strided matrix would take another path of the library
     for layer in attn.to_out:  # the projection, and a dropout
         x = layer(x)
     return x

@@ -14,6 +14,8 @@ from functools import cached_property, lru_cache
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.copies import copy_
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -136,7 +138,7 @@ def attention(
     if len(groups) == 1:
         (end,) = groups
         return attend_true(query, key, value, end)
-    parts = [attend_true(*(_rows(x, rows) for x in (query, key, value)), end) for end, rows in groups.items()]
+    parts = [attend_true(_rows(query, rows), _rows(key, rows), _rows(value, rows), end) for end, rows in groups.items()]
     order = [row for of_length in groups.values() for row in of_length]
     return _rows(_joined(parts, dim=0), sorted(range(len(order)), key=order.__getitem__))
 
@@ -152,7 +154,7 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     joined = torch.empty_permuted(shape, _memory_order(first), dtype=first.dtype, device=first.device)
     start = 0
     for part in parts:
-        joined.narrow(dim, start, part.shape[dim]).copy_(part)
+        copy_(joined.narrow(dim, start, part.shape[dim]), part)
         start += part.shape[dim]
     return joined
 
