@@ -267,7 +267,10 @@ vaes = pytest.mark.parametrize("name", ["sd3", "qwen_image", "wan"])
 @torch.no_grad()
 @vaes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_decoder_with_fused_norms_is_the_stock_one_but_for_rounding(name: str, dtype: torch.dtype) -> None:
+def test_a_decoder_with_fused_norms_is_the_stock_one_but_for_rounding(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # else a difference in the last bit grows to one in the tenth
     vae, latents = vae_and_latents(name, dtype)
     stock = vae.decode(latents, return_dict=False)[0]
     names = {n: id(p) for n, p in vae.state_dict(keep_vars=True).items()}
@@ -309,6 +312,7 @@ def test_a_norm_takes_no_activation_that_others_call_as_well() -> None:
     assert [norm.activation for norm in norms_of(own)] == [None, None]
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the module itself takes one dtype only")
 def test_a_norm_whose_weights_have_another_dtype_computes_as_the_module_does() -> None:
     vae, _ = vae_and_latents("sd3", torch.float32)
     norm = next(n for n in norms_of(vae.decoder) if n.activation is not None)
