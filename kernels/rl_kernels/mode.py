@@ -35,7 +35,8 @@ class Choices:
     are attended row by row. What isn't listed gets `default_linear`, and one call for all rows. exact=False leaves
     the process's library switches alone. folded_means: classes (K, dtype) whose mean over the last dimension is
     `reduce.folded_mean`. fused: `exact_forward` uses the fused forwards that it is given. uniform_blocks: paged
-    attention computes prompts in the blocks of single tokens.
+    attention computes prompts in the blocks of single tokens. grouped_experts: what all experts multiply is one product
+    (`grouped_linear`).
     """
 
     linear: Mapping[tuple[int, int, torch.dtype], str] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Choices:
     fused: bool = False
     folded_means: frozenset[tuple[int, torch.dtype]] = frozenset()
     uniform_blocks: bool = False
+    grouped_experts: bool = False
 
 
 EXACT = Choices()

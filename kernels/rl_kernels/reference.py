@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from rl_kernels.attention import AttentionPlan
+    from rl_kernels.grouped_linear import ExpertMatrices
     from rl_kernels.joint_qkv import Stream
+    from rl_kernels.routing import Places
 
 SHORTEST = 1e-12  # a vector that is normalised counts as at least so long, as `F.normalize` has it
 
@@ -30,6 +32,28 @@ def gelu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     """x `[..., K]`, weight `[N, K]`, bias `[N]`, result `[..., N]`: GELU by its tanh approximation."""
     product = x.float() @ weight.float().T + bias.float()
     return F.gelu(product, approximate="tanh").to(x.dtype)
+
+
+def grouped_linear(x: torch.Tensor, matrices: ExpertMatrices, places: Places) -> torch.Tensor:
+    """x `[places, K]` in the order of places, result `[places, N]`, each at its place."""
+    products = x.new_empty(len(x), matrices.weight.shape[1])
+    products[places.order.long()] = torch.cat(_of_experts(x, matrices, places)).to(x.dtype)
+    return products
+
+
+def gated_grouped_linear(x: torch.Tensor, matrices: ExpertMatrices, places: Places) -> torch.Tensor:
+    """x `[rows, K]`, result `[places, F]` in the order of places; products, silu and their product are rounded."""
+    gathered = x[places.order.long() // places.each]
+    gate, up = torch.cat(_of_experts(gathered, matrices, places)).to(x.dtype).chunk(2, dim=-1)
+    return F.silu(gate.float()).to(x.dtype) * up
+
+
+def _of_experts(x: torch.Tensor, matrices: ExpertMatrices, places: Places) -> list[torch.Tensor]:
+    """The products in fp32 of each expert's rows, which stand one behind the other."""
+    weight = matrices.weight.float()
+    weight = weight if matrices.scales is None else weight * matrices.scales.unsqueeze(-1)
+    parts = zip(x.float().split(places.counts.tolist()), weight, strict=True)
+    return [part @ matrix.T for part, matrix in parts]
 
 
 def attention(
