@@ -11,11 +11,11 @@ from tiny_llms import make_tiny_llm
 
 from engine_control.errors import InvalidRequestError
 from llm_runtime import LLM, LLMConfig
-from llm_runtime.layers.moe import ExpertParts, route
 from llm_runtime.models.loading import load_model, read_model_config
 from llm_runtime.models.qwen3_moe import Qwen3MoeForCausalLM
+from rl_kernels.routing import choose_experts
 
-PARTS = ExpertParts(frozenset({0}), experts=8, experts_per_token=3, inner=64, normalised=True)
+EXPERTS = 8
 PROMPTS = [[5, 9, 31, 7], list(range(20, 63)), [3], [*range(20, 63), 11, 12]]
 
 
@@ -26,18 +26,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_equal_scores_go_to_the_lower_experts_in_every_batch() -> None:
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(0, 3, (200, PARTS.experts), generator=generator).float()
-    experts, weights = route(scores, PARTS)
+    scores = torch.randint(0, 3, (200, EXPERTS), generator=generator).float()
+    experts, weights = choose_experts(scores, 3, normalised=True)
     for row, chosen in zip(scores.tolist(), experts.tolist(), strict=True):
         best = sorted((-score, expert) for expert, score in enumerate(row))[:3]
         assert chosen == sorted(expert for _, expert in best)
     for part in (slice(0, 1), slice(7, 9), slice(50, 131)):
-        alone = route(scores[part], PARTS)
+        alone = choose_experts(scores[part], 3, normalised=True)
         assert torch.equal(alone[0], experts[part])
         assert torch.equal(alone[1], weights[part])
     torch.testing.assert_close(weights.sum(-1), torch.ones(200))
-    as_they_are = route(scores, replace(PARTS, normalised=False))[1]
-    torch.testing.assert_close(as_they_are, scores.softmax(-1).gather(-1, experts), rtol=0, atol=0)
+    as_they_are = choose_experts(scores, 3, normalised=False)[1]
+    torch.testing.assert_close(as_they_are, scores.softmax(-1).gather(-1, experts.long()), rtol=0, atol=0)
 
 
 def test_a_request_has_the_same_bits_in_any_batch_and_chunk(folder: Path) -> None:

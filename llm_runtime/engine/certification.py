@@ -17,8 +17,10 @@ from llm_runtime.engine.batches import ForwardBatch, joined
 from llm_runtime.engine.decode_steps import DecodeRow
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.engine.model_runner import ModelRunner
+from llm_runtime.layers.moe import groupable_shapes
 from rl_kernels import exact_mode
 from rl_kernels.certify import Certificate, Exactness, OperationClass, Recorded, Verdict, certify, record
+from rl_kernels.certify_grouped import certify_grouped
 from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
 from rl_kernels.linear import FEW
 from rl_kernels.mode import LIBRARY
@@ -43,7 +45,7 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0, rows:
         NotExactError: `on`, and some operation depends on the batch whatever is tried; the message names it.
     """
     one_gpu = runner.device.type == "cuda" and runner.model.tensor_parallel.size == 1
-    graphs_up_to = graphs_up_to if one_gpu and runner.model.capturable and runner.reads_on_device else 0
+    graphs_up_to = graphs_up_to if one_gpu and runner.reads_on_device else 0
     if wanted == "off":
         return _inexact(runner, graphs_up_to, None)
     certificate = certify_model(runner, rows=rows)
@@ -63,15 +65,15 @@ def make_exact(runner: ModelRunner, wanted: str, *, graphs_up_to: int = 0, rows:
 
 
 def _inexact(runner: ModelRunner, graphs_up_to: int, certificate: Certificate | None) -> Exactness:
-    """The libraries as they are, and graphs of those."""
-    runner.choices = LIBRARY
-    runner.use_graphs(graphs_up_to)
+    """The libraries as they are, experts as one product if there is a kernel, and graphs of those."""
+    runner.choices = replace(LIBRARY, grouped_experts=True)
+    runner.use_graphs(graphs_up_to if runner.model.capturable else 0)
     return Exactness(False, certificate)
 
 
 def _with_graphs(runner: ModelRunner, certificate: Certificate, up_to: int) -> Certificate:
     """Turns graphs on where they keep their bits; with a verdict that says so."""
-    if up_to < 1:
+    if up_to < 1 or not runner.model.capturable:
         return certificate
     cache, runner.cache = runner.cache, _small_cache(runner)
     try:
@@ -129,8 +131,13 @@ def certify_model(runner: ModelRunner, *, rows: int = 0) -> Certificate:
             recorded = {kind: _up_to(kind, call, rows, runner) for kind, call in recorded.items()}
         certificate = certify(recorded, runner.device)
         attention = _attention(runner)
-        verdicts: tuple[Verdict, ...] = (*certificate.verdicts, attention)
-        choices = replace(certificate.choices, uniform_blocks=attention.implementation == UNIFORM)
+        experts = tuple(certify_grouped(shape, runner.device) for shape in groupable_shapes(runner.model))
+        verdicts: tuple[Verdict, ...] = (*certificate.verdicts, attention, *experts)
+        choices = replace(
+            certificate.choices,
+            uniform_blocks=attention.implementation == UNIFORM,
+            grouped_experts=all(verdict.implementation == "triton" for verdict in experts),
+        )
         certificate = Certificate(certificate.device, verdicts, choices)
         if not certificate.exact and runner.model.tensor_parallel.size == 1:
             return certificate

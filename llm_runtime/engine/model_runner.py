@@ -12,6 +12,7 @@ from llm_runtime.engine.decode_steps import DecodeSteps
 from llm_runtime.engine.graphs import DecodeGraphs, ForwardInputs
 from llm_runtime.engine.kv_cache import KVCache
 from llm_runtime.layers.linear import choose_products
+from llm_runtime.layers.moe import group_experts
 from llm_runtime.models.base import CausalLM
 from rl_kernels.fused import runs_on_triton
 from rl_kernels.graph_pool import GraphPool
@@ -62,6 +63,7 @@ class ModelRunner:
     def choices(self, choices: Choices) -> None:
         self._choices = choices
         choose_products(self.model, choices)
+        group_experts(self.model, choices)
 
     @property
     def reads_on_device(self) -> bool:

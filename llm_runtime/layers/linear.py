@@ -34,15 +34,26 @@ class Multiplies(torch.nn.Module):
         self.weight = empty_parameter(rows, columns, dtype=FP8 if quantised else dtype)
         self.scale = empty_parameter(rows, dtype=torch.float32) if quantised else None
 
-    def dense(self) -> torch.Tensor:
-        """The weight in the dtype that is computed in. What was quantised is there for this one product only."""
-        return self.weight if self.scale is None else dequantise(self.weight, self.scale, self.dtype)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that is multiplied by at a time."""
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`[M, K]` -> `[M, N]`."""
-        if self.scale is not None and self.of_bytes:
-            return scaled_product(x, self.weight, self.scale, bias)
-        return self.product(x, self.dense(), bias)
+        return self.times_matrix(x, self.weight, self.scale, bias)
+
+    def times_matrix(
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same by the weight, or rows of it. What was quantised is there in the dtype that is computed in for this
+        one product only."""
+        if scale is None:
+            return self.product(x, weight, bias)
+        if self.of_bytes:
+            return scaled_product(x, weight, scale, bias)
+        return self.product(x, dequantise(weight, scale, self.dtype), bias)
 
     def weight_piece(self, shape: tuple[int, ...], axis: int, share: Share, start: int, length: int) -> Piece:
         """A matrix of the checkpoint, in the weight's rows from `start` on."""
@@ -59,7 +70,7 @@ def choose_products(model: torch.nn.Module, choices: Choices) -> None:
     """
     for module in model.modules():
         if isinstance(module, Multiplies):
-            n, k = module.weight.shape
+            n, k = module.sizes
             name = choices.linear.get((k, n, module.dtype), choices.default_linear)
             module.product = IMPLEMENTATIONS[name] if choices.exact else F.linear
             if choices.exact and name == "padded_rows":
@@ -72,7 +83,7 @@ def multiply_bytes(model: torch.nn.Module) -> None:
     """Has every quantised layer of the model, unless its sizes are odd ones, multiply bytes (`fp8.scaled_product`)."""
     for module in model.modules():
         if isinstance(module, Multiplies) and module.scale is not None:
-            module.of_bytes = all(size % MULTIPLE == 0 for size in module.weight.shape)
+            module.of_bytes = all(size % MULTIPLE == 0 for size in module.sizes)
 
 
 class ColumnLinear(Multiplies):

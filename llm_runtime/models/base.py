@@ -103,7 +103,8 @@ class CausalLM(torch.nn.Module, ABC):
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold its forward, which then asks the device for no number on its way."""
+        """Whether a CUDA graph can hold its forward, as it computes now: then it asks the device for no number on its
+        way."""
         return True
 
     @property

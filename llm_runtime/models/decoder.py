@@ -10,7 +10,7 @@ import torch
 from llm_runtime.layers.attention import AttentionProjections
 from llm_runtime.layers.embedding import VocabularyEmbedding, VocabularyHead
 from llm_runtime.layers.mlp import GatedMLP
-from llm_runtime.layers.moe import ExpertParts, SparseMLP
+from llm_runtime.layers.moe import ExpertParts, Experts, SparseMLP
 from llm_runtime.layers.norm import RMSNorm
 from llm_runtime.layers.rotary import RotaryEmbedding
 from llm_runtime.models.base import Attention, CausalLM, ModelConfig, OneRank, TensorParallel
@@ -146,7 +146,7 @@ class DecoderLM(CausalLM):
 
     @property
     def capturable(self) -> bool:
-        return not any(isinstance(module, SparseMLP) for module in self.modules())
+        return all(module.grouped for module in self.modules() if isinstance(module, Experts))
 
     def refit_target(self) -> PlacedWeights:
         kind = PlacedWeights if self.tensor_parallel.size == 1 else SharedWeights
