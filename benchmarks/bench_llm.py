@@ -3,11 +3,13 @@
     python -m benchmarks.bench_llm                                        # the embedded model, on this machine's device
     python -m benchmarks.bench_llm --shape qwen3-0.6b --workload nano     # random weights; for a GPU
     python -m benchmarks.bench_llm --shape qwen3-4b --workload nano --tp-size 2  # and two GPUs beside one
+    python -m benchmarks.bench_llm --shape qwen3-30b-a3b --workload single --workload nano --exact-only  # with experts
 
 `batch` is `--batch` prompts of equal length with as many new tokens each, log-probs returned: one round of each arm in
 turn. transformers' own `generate` (its default cache, sampling, scores kept) does the same work, on the same threads.
 `nano` is nano-vllm's public workload: `--requests` prompts of random length in 100..1024 with outputs in 100..1024,
-seed 0, all at once. `single` is one sequence: its limit is reading all weights once a token.
+seed 0, all at once. `single` is one sequence: its limit is reading all weights once a token, of experts those that the
+token goes to.
 """
 
 from __future__ import annotations
@@ -27,9 +29,28 @@ from benchmarks import measure
 from benchmarks.measure import Report, Series
 from llm_runtime import LLM, LLMConfig
 from llm_runtime.assets import embedded_model_path
+from llm_runtime.layers.moe import Experts
 
 QUESTION = "How many tokens a second, beside transformers' generate, without exactness, and at the limit of memory?"
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-8-layers": {**QWEN3_30B_A3B, "num_hidden_layers": 8},
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -82,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=100, help="new tokens of each")
     parser.add_argument("--requests", type=int, default=256, help="of `nano`")
     parser.add_argument("--longest", type=int, default=1024, help="prompt and output of `nano`, from 100 tokens on")
+    parser.add_argument("--exact-only", action="store_true", help="no inexact engine beside it: two may not fit")
     parser.add_argument("--tp-size", type=int, default=1, help="`nano` on so many ranks, too, that share the weights")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args(argv)
@@ -116,7 +138,7 @@ def _batch(report: Report, folder: Path, arguments: Any) -> None:
         _note(report, f"batch of {arguments.batch}, {name}", taken, tokens)
     report.ratios["batch: transformers / exact, seconds"] = _paired(series["transformers"], series["exact"])
     report.ratios["batch: exact / inexact, seconds"] = _paired(series["exact"], series["inexact"])
-    steps = _bound(report, exact) * arguments.batch
+    steps = _bound(report, exact, arguments.batch) * arguments.batch
     report.ratios["batch: share of the bandwidth bound"] = tokens / series["exact"].median / steps
 
 
@@ -129,11 +151,11 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
     ]
     tokens = sum(int(p["max_new_tokens"]) for p in params)
     room = tokens + sum(map(len, prompts)) + 64 * arguments.requests
-    exact, inexact = _llm(folder, arguments, room), _llm(folder, arguments, room, deterministic="off")
-    arms = {
-        "exact, log-probs": lambda: _fresh(exact).generate(prompts, params, return_logprob=True),
-        "inexact, log-probs": lambda: _fresh(inexact).generate(prompts, params, return_logprob=True),
-    }
+    exact = _llm(folder, arguments, room)
+    arms = {"exact, log-probs": lambda: _fresh(exact).generate(prompts, params, return_logprob=True)}
+    if not arguments.exact_only:
+        inexact = _llm(folder, arguments, room, deterministic="off")
+        arms["inexact, log-probs"] = lambda: _fresh(inexact).generate(prompts, params, return_logprob=True)
     with ExitStack() as closing:  # the other ranks end with it
         if arguments.tp_size > 1:
             ranks = closing.enter_context(_llm(folder, arguments, room, tp_size=arguments.tp_size))
@@ -142,11 +164,12 @@ def _nano(report: Report, folder: Path, arguments: Any) -> None:
         series = measure.alternate(arms, arguments.repeats)
     for name, taken in series.items():
         _note(report, f"nano, {name}", taken, tokens)
-    first, second, *others = series.values()
-    report.ratios["nano: exact / inexact, seconds"] = _paired(first, second)
+    first, *others = series.values()
+    if not arguments.exact_only:
+        report.ratios["nano: exact / inexact, seconds"] = _paired(first, others.pop(0))
     for over_ranks in others:
         report.ratios[f"nano: exact on 1 rank / on {arguments.tp_size}, seconds"] = _paired(first, over_ranks)
-    _bound(report, exact)
+    _bound(report, exact, arguments.requests)
     report.settings["nano_output_tokens"] = tokens
 
 
@@ -157,22 +180,36 @@ def _single(report: Report, folder: Path, arguments: Any) -> None:
     arms = {"single": lambda: llm.generate(prompt, params, return_logprob=True)}
     taken = measure.alternate(arms, arguments.repeats)["single"]
     _note(report, "single, exact", taken, arguments.new)
-    report.ratios["single: share of the bandwidth bound"] = arguments.new / taken.median / _bound(report, llm)
+    report.ratios["single: share of the bandwidth bound"] = arguments.new / taken.median / _bound(report, llm, 1)
 
 
 def _paired(numerator: Series, denominator: Series) -> float:
     return measure.paired_ratios(numerator, denominator)["median"]
 
 
-def _bound(report: Report, llm: LLM) -> float:
-    """Steps a second if a step only read the weights, at the rate at which the device copies."""
-    read = sum(p.nbytes for p in {id(p): p for p in llm.engine.model.parameters()}.values())
+def _bound(report: Report, llm: LLM, rows: int) -> float:
+    """Steps a second if a step of so many rows only read the weights, at the rate at which the device copies."""
+    read = _read(llm.engine.model, rows)
     copied = _copy_rate(llm.engine.runner.device)
     report.limit = (
-        f"A step reads {read / 1e9:.4f} GB of weights, whatever the batch. At the {copied / 1e9:.0f} GB/s at which the "
+        f"A step of {rows} sequences reads {read / 1e9:.4f} GB of weights. At the {copied / 1e9:.0f} GB/s at which the "
         f"device copies (read and write together), that is {copied / read:.0f} steps/s; keys and values come on top."
     )
     return copied / read
+
+
+def _read(model: torch.nn.Module, rows: int) -> float:
+    """Bytes of weights that a step of so many rows reads: all of them, but of an embedding that is nothing else some
+    rows, and of experts those that a router without preferences chooses."""
+    read = float(sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()))
+    embedding = model.model.embed_tokens.weight
+    if embedding is not model.lm_head.weight:
+        read -= embedding.nbytes
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        shape = experts.shape
+        missed = (1 - shape.each / shape.experts) ** rows
+        read -= missed * sum(p.nbytes for p in experts.parameters())
+    return read
 
 
 def _fresh(llm: LLM) -> LLM:
