@@ -270,7 +270,7 @@ vaes = pytest.mark.parametrize("name", ["sd3", "qwen_image", "wan"])
 def test_a_decoder_with_fused_norms_is_the_stock_one_but_for_rounding(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # else a difference in the last bit grows to one in the tenth
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # it makes much of a last bit's difference
     vae, latents = vae_and_latents(name, dtype)
     stock = vae.decode(latents, return_dict=False)[0]
     names = {n: id(p) for n, p in vae.state_dict(keep_vars=True).items()}
