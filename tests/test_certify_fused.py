@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import passed_in_interpreter
 from tiny_models import qwen_image_pipeline, sd3_pipeline
 
 from diffusion_rl.models import ModelFamily, family_for
@@ -427,13 +426,7 @@ def test_the_interpreted_kernels_pass() -> None:
 
 @pytest.mark.skipif(INTERPRETED or not triton_is_installed(), reason="starts the interpreter: needs Triton")
 def test_the_kernels_pass_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    name = "test_the_interpreted_kernels_pass"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{Path(__file__).resolve()}::{name}"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "1 passed" in done.stdout
+    assert passed_in_interpreter(f"{__file__}::test_the_interpreted_kernels_pass") == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not triton_is_installed(), reason="needs a GPU and Triton")

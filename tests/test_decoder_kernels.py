@@ -10,17 +10,15 @@ import copy
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models.resnet import ResnetBlock2D
+from interpreter import passed_in_interpreter
 from tiny_models import qwen_image_pipeline, sd3_pipeline, wan_pipeline
 
 from diffusion_rl import RolloutPipeline
@@ -174,14 +172,7 @@ def test_what_does_not_fit_is_refused_by_name(call: Callable[..., object], messa
 @outside
 @pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 def test_all_of_this_holds_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= len(SMALL) * 6
+    assert passed_in_interpreter(__file__) >= len(SMALL) * 6
 
 
 def configurations() -> Iterator[tuple[str, str, dict[str, Any], int]]:

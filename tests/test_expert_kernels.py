@@ -10,16 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from contextvars import Context
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import passed_in_interpreter
 
 import rl_kernels.certify_grouped as certify
 from llm_runtime.layers.moe import ExpertParts, SparseMLP, group_experts
@@ -232,14 +230,7 @@ def test_what_does_not_fit_is_refused_by_name(call: Any, said: str) -> None:
 
 @compiles
 def test_all_of_this_holds_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 8 * len(SMALL) + 6
+    assert passed_in_interpreter(__file__) >= 8 * len(SMALL) + 6
 
 
 # --- compiled without a GPU -----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from contextvars import Context
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import passed_in_interpreter
 from llm_operations import ROWS, Conversations, Memory, Projections, cuts, dense, rowwise, whole
 
 import rl_kernels.certify_paged as certify
@@ -271,14 +271,7 @@ def test_a_captured_graph_serves_other_contexts_and_padding(dtype: torch.dtype) 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that starts the interpreter")
 def test_all_of_this_holds_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 4 * len(SMALL) + 6
+    assert passed_in_interpreter(__file__) >= 4 * len(SMALL) + 6
 
 
 @runs

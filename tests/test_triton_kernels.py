@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import passed_in_interpreter
 
 from rl_kernels import reference
 from rl_kernels.fused import COMPILED, block_of, interpreted_kernels, readable, triton_is_installed, units, warps_for
@@ -199,14 +197,7 @@ def test_a_forward_under_autograd_has_the_bits_of_one_without_and_its_twins_grad
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that starts the interpreter")
 def test_all_of_this_holds_in_the_interpreter() -> None:
-    root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= len(NAMES) * (2 * len(SMALL) + 2)
+    assert passed_in_interpreter(__file__) >= len(NAMES) * (2 * len(SMALL) + 2)
 
 
 # --- compiled without a GPU -----------------------------------------------------------------------------------------

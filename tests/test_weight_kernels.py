@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from interpreter import passed_in_interpreter
 
 from engine_control import checksum
 from engine_control.errors import RefitRefusedError
@@ -291,14 +289,7 @@ def test_on_a_gpu_an_engine_has_these_kernels() -> None:
 
 @pytest.mark.skipif(not triton_is_installed() or INTERPRETED, reason="needs Triton, outside of its interpreter")
 def test_in_the_interpreter_all_of_it_holds() -> None:
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 3 * 12 + len(NON_FINITE)
+    assert passed_in_interpreter(__file__) >= 3 * 12 + len(NON_FINITE)
 
 
 def compiled(name: str, signature: dict[str, str], constants: dict[str, Any], **options: int) -> str:
