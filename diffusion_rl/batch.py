@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -36,8 +38,45 @@ class TokenIds:
     extra: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
-Prompt: TypeAlias = str | TokenIds | PromptEmbeds
-"""What a prompt is, wherever it is not encoded yet: text, token ids, or embeddings that somebody else has made."""
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """What a request brings for the model to edit, in its order: uint8 `[3, H, W]`, each of a size of its own, on the
+    CPU."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal where all pixels are."""
+        found = hashlib.sha256()
+        for picture in self.tensors:
+            found.update(str(tuple(picture.shape)).encode())
+            found.update(picture.contiguous().numpy())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class PicturedPrompt:
+    """A prompt that the text encoder reads together with pictures."""
+
+    prompt: str | TokenIds
+    pictures: Pictures
+
+
+PlainPrompt: TypeAlias = str | TokenIds | PromptEmbeds
+Prompt: TypeAlias = PlainPrompt | PicturedPrompt
+"""What a prompt is, wherever it is not encoded yet: text, token ids, either with pictures, or embeddings that somebody
+else has made."""
+ImageShapes: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Of each picture that a model edits, the grid of its tokens: (1, height, width)."""
+
+
+@dataclass(frozen=True)
+class ImageLatents:
+    """Encoded pictures, as tokens that a transformer reads behind the noisy ones: `[tokens, D]` in its dtype."""
+
+    latents: torch.Tensor
+    shapes: ImageShapes
 
 
 @dataclass(frozen=True)
@@ -69,18 +108,20 @@ class Guidance:
 @dataclass(frozen=True)
 class Conditioning:
     """What one sample is denoised under: its request's `Guidance` with the prompts encoded. negative is None, and
-    guidance_scale 1, without classifier-free guidance."""
+    guidance_scale 1, without classifier-free guidance. image: the pictures that are edited; None: there are none."""
 
     positive: PromptEmbeds
     negative: PromptEmbeds | None
     guidance_scale: float
     embedded_guidance: float | None = None
     cfg_normalization: float = 0.0
+    image: ImageLatents | None = None
 
 
 @dataclass(frozen=True)
 class DenoiseBatch:
-    """n samples of one size and one guidance mode, each at its own step, and all at steps of one transformer.
+    """n samples of one size, one guidance mode and one set of sizes of pictures to edit, each at its own step, and all
+    at steps of one transformer.
 
     latents `[n, ...]` in the transformer's dtype, timesteps `[n]` fp32 on the scheduler's scale (0..1000).
     """
@@ -99,6 +140,7 @@ class Rows:
     """What one forward of the transformer computes: latents `[r, ...]`, timesteps `[r]`, and a prompt for each row.
 
     guidance `[r]` fp32 on the latents' device: each row's embedded guidance; None for a transformer that takes none.
+    images: what each row edits, all of the same shapes; empty for transformers that take none.
     """
 
     latents: torch.Tensor
@@ -108,6 +150,12 @@ class Rows:
     width: int
     guidance: torch.Tensor | None = None
     num_frames: int | None = None
+    images: tuple[ImageLatents, ...] = ()
+
+    @property
+    def condition_tokens(self) -> int:
+        """Of the pictures that a row edits."""
+        return len(self.images[0].latents) if self.images else 0
 
     @property
     def size(self) -> Size:

@@ -8,11 +8,13 @@ client.refit(transformer.state_dict(), weight_version="1")
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 
+from diffusion_rl.condition_images import load_images
 from diffusion_rl.config import Wire
 from diffusion_rl.sample import ResumeState, RolloutSample
 from diffusion_rl.server.encoding import (
@@ -48,7 +50,8 @@ class RolloutClient(ControlClient):
 
     def generate(self, prompt: str | None = None, **fields: Any) -> list[RolloutSample]:
         """Rolls out one prompt; `fields` are those of `RolloutParams`, tensors among them: in the place of a text, say,
-        what `sample.denoising_env.prompt_fields()` returns. Evaluation samples (`rollout=False`) have no log-probs.
+        what `sample.denoising_env.prompt_fields()` returns; `image` takes PIL images and paths,
+        too. Evaluation samples (`rollout=False`) have no log-probs.
         With the safetensors wire the tensors are views of the one received body. `resume_from` takes the
         `resume_state`s of aborted samples; `diffusion_rl.sample.merge_resumed` puts the two parts together.
 
@@ -60,6 +63,8 @@ class RolloutClient(ControlClient):
             fields["resume_from"] = [
                 resume_state_row(state) if isinstance(state, ResumeState) else state for state in fields["resume_from"]
             ]
+        if fields.get("image") is not None:
+            fields["image"] = load_images(fields["image"], max_pixels=math.inf)
         if prompt is not None:
             fields["prompt"] = prompt
         return [sample_from_plain(row) for row in self.generate_rows(json_value(fields))]

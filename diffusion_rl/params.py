@@ -28,6 +28,7 @@ class Limits:
     max_num_outputs_per_prompt: int = 64
     max_num_inference_steps: int = 200
     max_pixels: int = 2048 * 2048
+    max_image_pixels: int = 4096 * 4096
     max_num_frames: int = 257
     max_latent_elements: int = 2**24
     max_prompt_characters: int = 8192
@@ -51,6 +52,9 @@ class RolloutParams:
             `[L, D]` (or `[1, L, D]`) in fp32, bf16 or fp16, as the pipeline's `encode_prompt` returns them;
             `prompt_embeds_mask` is for pipelines that have such a mask, `pooled_prompt_embeds` `[P]` for those that
             have such a vector. Nobody changes embeddings: a text encoder's refit leaves them as they came.
+        image: for models that edit pictures: one, or a list where the pipeline takes several. uint8 `[3, H, W]`, or
+            floats in [0, 1]; `RolloutPipeline` and `RolloutClient` take PIL images and paths too, a request's body
+            base64 of a file. With `height` and `width` left out, the output has the (last) picture's proportions.
         num_frames: of a video, 1 + a multiple of what the VAE puts into one latent frame. Pictures have none, or 1.
         guidance_scale_2: the guidance scale of the second transformer, of pipelines that have two; by default that of
             the first.
@@ -137,6 +141,7 @@ class RolloutParams:
     negative_prompt_embeds: Any = None
     negative_prompt_embeds_mask: Any = None
     negative_pooled_prompt_embeds: Any = None
+    image: Any = None
 
     def validate(self, limits: Limits, *, step_kinds: Sequence[str]) -> None:
         """Checks all that can be known without a model.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from diffusion_rl.condition_images import load_images
 from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import family_for
 from diffusion_rl.parallel.tensor import refuse_shared_weights
@@ -94,6 +95,9 @@ class RolloutPipeline(ControlMethods, Closing):
         Raises:
             EngineError: the request is invalid (nothing was computed), or a sample became non-finite.
         """
+        if fields.get("image") is not None:
+            limit = self._engine.config.limits.max_image_pixels
+            fields["image"] = load_images(fields["image"], max_pixels=limit)
         prompts = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt) or [""]
         first = params_from_mapping({**fields, "prompt": prompts[0]})
         seed = secrets.randbelow(2**31) if first.seed is None and first.seeds is None else first.seed

@@ -211,7 +211,8 @@ def together(engine: RolloutEngine, *requests: Fields) -> list[RolloutSample]:
 
 
 def test_every_family_is_under_test() -> None:
-    assert set(families.names()) == {c.name.split("-")[0] for c in CASES}
+    editing = {name for name in families.names() if families.get(name).most_pictures}  # see `test_picture_editing`
+    assert set(families.names()) - editing == {c.name.split("-")[0] for c in CASES}
 
 
 @case
@@ -345,9 +346,9 @@ def test_prompts_are_kept_by_their_content(sd3: RolloutPipeline, monkeypatch: py
         sd3(**prompt, **fields)
     assert len(encoded) == 3
     assert encoded[0] == tuple(ids)
-    entries = len(sd3.engine._prompts._entries)
+    entries = len(sd3.engine._prompts._prompts.entries)
     sd3(**embeds_of(CASES[0], family.pipeline, "cached", 256), **fields)
-    assert len(sd3.engine._prompts._entries) == entries
+    assert len(sd3.engine._prompts._prompts.entries) == entries
 
 
 E = torch.zeros(80, 128)  # as sd3 takes them

@@ -15,7 +15,16 @@ import pytest
 import torch
 from equality import assert_same_bits
 from safetensors.torch import save as file_of
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
+from tiny_models import (
+    flux_pipeline,
+    qwen_image_edit_pipeline,
+    qwen_image_edit_plus_pipeline,
+    qwen_image_pipeline,
+    save,
+    sd3_pipeline,
+    wan_pipeline,
+    z_image_pipeline,
+)
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -311,6 +320,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "FluxPipeline": flux_pipeline,
     "StableDiffusion3Pipeline": lambda: sd3_pipeline(dual_attention=True),
     "QwenImagePipeline": lambda: qwen_image_pipeline(heads=4),
+    "QwenImageEditPipeline": lambda: qwen_image_edit_pipeline(heads=4),
+    "QwenImageEditPlusPipeline": qwen_image_edit_plus_pipeline,
     "ZImagePipeline": z_image_pipeline,
     "WanPipeline": lambda: wan_pipeline(boundary=0.9),
 }

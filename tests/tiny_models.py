@@ -19,6 +19,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -29,6 +31,7 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -37,6 +40,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
     Qwen3Config,
     Qwen3Model,
     T5Config,
@@ -49,6 +53,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.models.base import DEFAULTS_FILE
+from diffusion_rl.models.processor import PictureProcessor
 
 
 def clip_tokenizer(max_length: int = 24) -> CLIPTokenizer:
@@ -150,6 +155,39 @@ def sd3_pipeline(
 @cache
 def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> QwenImagePipeline:
     """Qwen-Image at toy size: prompts keep their own lengths."""
+    return _quiet(QwenImagePipeline(**_qwen_image_parts(dtype, heads), tokenizer=_qwen_tokenizer()))
+
+
+@cache
+def qwen_image_edit_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> QwenImageEditPipeline:
+    """Qwen-Image-Edit at toy size."""
+    return _quiet(QwenImageEditPipeline(**_qwen_image_parts(dtype, heads), **_qwen_readers()))
+
+
+@cache
+def qwen_image_edit_plus_pipeline(dtype: torch.dtype = torch.float32) -> QwenImageEditPlusPipeline:
+    """The same for several pictures, whose tokens the transformer takes for noiseless, as that of 2511."""
+    return _quiet(QwenImageEditPlusPipeline(**_qwen_image_parts(dtype, 2, zero_cond_t=True), **_qwen_readers()))
+
+
+def a_picture(width: int, height: int) -> Image.Image:
+    """Noise of its own for each size."""
+    generator = torch.Generator().manual_seed(width * 1000 + height)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def _quiet(pipeline: Any) -> Any:
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _qwen_readers() -> dict[str, Any]:
+    tokenizer = _qwen_tokenizer(pictures=True)
+    return {"tokenizer": tokenizer, "processor": PictureProcessor(Qwen2VLImageProcessor(), tokenizer)}
+
+
+def _qwen_image_parts(dtype: torch.dtype, heads: int, *, zero_cond_t: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
@@ -160,6 +198,7 @@ def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> Q
         num_attention_heads=heads,
         joint_attention_dim=64,
         axes_dims_rope=(16, 24, 24),
+        zero_cond_t=zero_cond_t,
     )
     vae = AutoencoderKLQwenImage(
         base_dim=16,
@@ -172,10 +211,10 @@ def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> Q
         latents_mean=[0.1 * i - 0.8 for i in range(16)],
         latents_std=[1.0 + 0.1 * i for i in range(16)],
     )
-    pipeline = QwenImagePipeline(
-        transformer=transformer.eval().to(dtype),
-        vae=vae.eval().to(dtype),
-        scheduler=FlowMatchEulerDiscreteScheduler(
+    return {
+        "transformer": transformer.eval().to(dtype),
+        "vae": vae.eval().to(dtype),
+        "scheduler": FlowMatchEulerDiscreteScheduler(
             base_image_seq_len=256,
             base_shift=0.5,
             max_image_seq_len=8192,
@@ -184,11 +223,8 @@ def qwen_image_pipeline(dtype: torch.dtype = torch.float32, heads: int = 2) -> Q
             use_dynamic_shifting=True,
             time_shift_type="exponential",
         ),
-        text_encoder=_qwen_text_encoder().to(dtype),
-        tokenizer=_qwen_tokenizer(),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+        "text_encoder": _qwen_text_encoder().to(dtype),
+    }
 
 
 CHAT_TEMPLATE = (
@@ -375,17 +411,23 @@ def _qwen_text_encoder() -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def _qwen_tokenizer(chat_template: str | None = None) -> Qwen2Tokenizer:
+VISION = ["<|object_ref_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]  # from 259 on
+
+
+def _qwen_tokenizer(chat_template: str | None = None, *, pictures: bool = False) -> Qwen2Tokenizer:
     symbols = sorted(bytes_to_unicode().values())
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(VISION if pictures else ())]
     vocab = {t: i for i, t in enumerate([*symbols, *specials])}
     special = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>", "unk_token": None}
-    return Qwen2Tokenizer(vocab=vocab, merges=[], chat_template=chat_template, **special)
+    more = {"additional_special_tokens": VISION} if pictures else {}
+    return Qwen2Tokenizer(vocab=vocab, merges=[], chat_template=chat_template, **special, **more)
 
 
 SMALL_DEFAULTS: dict[type[DiffusionPipeline], dict[str, int]] = {
     FluxPipeline: {"height": 64, "width": 64, "max_sequence_length": 77},
     QwenImagePipeline: {"height": 64, "width": 64},
+    QwenImageEditPipeline: {"height": 64, "width": 64, "image_area": 64 * 64},
+    QwenImageEditPlusPipeline: {"height": 64, "width": 64, "image_area": 64 * 64},
     ZImagePipeline: {"height": 64, "width": 64},
     WanPipeline: {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 77},
 }
@@ -410,7 +452,11 @@ def rollout_pipeline(pipeline: DiffusionPipeline, **options: Any) -> RolloutPipe
 def save(pipeline: DiffusionPipeline, folder: Path) -> Path:
     """Writes the pipeline as a diffusers folder that `DiffusionPipeline.from_pretrained` loads."""
     pipeline.save_pretrained(folder)
-    assert json.loads((folder / "model_index.json").read_text())["_class_name"]
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"]
+    if "processor" in index:  # as checkpoints name it
+        index["processor"] = ["transformers", "Qwen2VLProcessor"]
+        (folder / "model_index.json").write_text(json.dumps(index))
     if type(pipeline) in SMALL_DEFAULTS:  # its own sizes would take long to certify
         (folder / DEFAULTS_FILE).write_text(json.dumps(SMALL_DEFAULTS[type(pipeline)]))
     return folder

@@ -199,6 +199,7 @@ TrajectoryTimesteps = Annotated[
 MaxOutputs = Annotated[int, _limit("K, samples of one group.")]
 MaxSteps = Annotated[int, _limit("T, denoising steps.")]
 MaxPixels = Annotated[int, _limit("Width x height.")]
+MaxImagePixels = Annotated[int, _limit("Width x height of a picture to edit, before it is scaled.")]
 MaxFrames = Annotated[int, _limit("Frames of a video.")]
 MaxLatent = Annotated[int, _limit("Numbers in one sample's latent, as frames x width x height of a video make them.")]
 MaxPrompt = Annotated[int, _limit("Characters of a prompt.")]

@@ -17,8 +17,8 @@ families: Registry[ModelFamily] = Registry(
     ModelFamily,  # type: ignore[type-abstract]
     noun="model family",
     skip=(
-        *("compiled", "decoder", "fused_blocks", "graphs", "loading", "offload", "packed"),
-        *("prompts", "prompt_encoding", "runner", "single_frame"),
+        *("compiled", "decoder", "fused_blocks", "fused_flux", "graphs", "loading", "offload", "packed"),
+        *("picture_editing", "prompts", "prompt_encoding", "processor", "runner", "single_frame"),
     ),
 )
 

@@ -1,14 +1,16 @@
 """What a model family owes the engine. A family adapts one diffusers pipeline class; it holds no request state.
 
 The engine calls, for each request: `check_fields`, `size`, `check_size`, `prompt`, `guidance`, `check_prompt`,
-`schedule`, and `encode_prompt` (once a prompt); for each step of a batch: `predict`; for each finished sample:
-`pictures`. `replay` calls `predict` again, with the trainer's transformer.
+`schedule`, and `encode_prompt` (once a prompt), of models that edit pictures `given_pictures` and `encode_pictures` as
+well; for each step of a batch: `predict`; for each finished sample: `pictures`.
+`replay` calls `predict` again, with the trainer's transformer.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +22,20 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion_rl.batch import FIRST, Conditioning, DenoiseBatch, Guidance, PromptEmbeds, Rows, Size, size_of
+from diffusion_rl.batch import (
+    FIRST,
+    Conditioning,
+    DenoiseBatch,
+    Guidance,
+    ImageLatents,
+    ImageShapes,
+    Pictures,
+    PromptEmbeds,
+    Rows,
+    Size,
+    size_of,
+)
+from diffusion_rl.condition_images import read_pictures
 from diffusion_rl.models.decoder import Decoding
 from diffusion_rl.models.offload import device_of_module
 from diffusion_rl.models.prompt_encoding import PromptEncoding
@@ -45,7 +60,8 @@ DEFAULTS_FILE = "rollout_defaults.json"  # in a checkpoint's folder: defaults th
 @dataclass(frozen=True)
 class Defaults:
     """What a request gets for the fields it leaves out. guidance_scale is that of classifier-free guidance;
-    embedded_guidance is None where the transformer takes none; num_frames is for models of videos."""
+    embedded_guidance is None where the transformer takes none; num_frames is for models of videos, image_area for those
+    that edit pictures: the pixels that these are scaled to."""
 
     height: int
     width: int
@@ -54,6 +70,7 @@ class Defaults:
     max_sequence_length: int
     embedded_guidance: float | None = None
     num_frames: int | None = None
+    image_area: int | None = None
 
 
 BlockForwards = Mapping[type[torch.nn.Module], Callable[..., Any]]
@@ -75,6 +92,8 @@ class ModelFamily(PromptEncoding):
     tensor_plan: ClassVar[TensorPlan]  # how its weights are
     probe_prompts: ClassVar[tuple[str, str]] = ("a", "a b c")  # of two lengths, as the transformer counts tokens
     limits_guidance: ClassVar[bool] = False  # whether its pipeline has cfg_normalization and cfg_truncation
+    most_pictures: ClassVar[int] = 0  # that a request brings, at least one of them; 0: its pipeline takes none
+    image_area: ClassVar[int | None] = None  # pixels that the pipeline scales these to
     compiles: ClassVar[bool] = True  # whether its transformer's forward has one shape for torch.compile
     block_forwards: ClassVar[BlockForwards] = {}  # fused forwards, by the class of the transformer's blocks
 
@@ -198,7 +217,7 @@ class ModelFamily(PromptEncoding):
         def forward(rows: Rows) -> torch.Tensor:
             plan, inputs = self.transformer_inputs(rows)
             with exact_forward(model, plan, self.choices, self.block_forwards), arrangement.sharding(plan):
-                return self.velocity(runner(model, plan, inputs))
+                return self.velocity(runner(model, plan, inputs), rows)
 
         positive = _rows(batch, [c.positive for c in batch.conditioning])
         negatives = [c.negative for c in batch.conditioning if c.negative is not None]
@@ -214,8 +233,8 @@ class ModelFamily(PromptEncoding):
         """Where the true tokens are in a trainer's call of the transformer; None: its arguments alone don't say it."""
         return None
 
-    def velocity(self, output: torch.Tensor) -> torch.Tensor:
-        """The velocity `[r, ...]` that an output of the transformer stands for."""
+    def velocity(self, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The velocity `[r, ...]` that an output of the transformer for these rows stands for."""
         return output
 
     def combine(
@@ -248,11 +267,13 @@ class ModelFamily(PromptEncoding):
 
     def denoising_env(self, conditioning: Conditioning, *size: int) -> DenoisingEnv:
         """What the transformer is conditioned on, on the CPU, from which `conditioning_from_env` comes back."""
-        negative = conditioning.negative
+        negative, image = conditioning.negative, conditioning.image
+        shapes: list[list[int]] = [] if image is None else [list(shape) for shape in image.shapes]
+        image_kwargs = {} if image is None else {"image_latents": host_copy(image.latents), "image_shapes": shapes}
         return DenoisingEnv(
             pos_cond_kwargs=self.cond_kwargs(conditioning.positive, *size),
             neg_cond_kwargs=None if negative is None else self.cond_kwargs(negative, *size),
-            image_kwargs={},
+            image_kwargs=image_kwargs,
             guidance=conditioning.embedded_guidance,
         )
 
@@ -262,7 +283,10 @@ class ModelFamily(PromptEncoding):
         """`denoising_env` undone, on this family's device."""
         positive = self.prompt_from_kwargs(env.pos_cond_kwargs)
         negative = None if env.neg_cond_kwargs is None else self.prompt_from_kwargs(env.neg_cond_kwargs)
-        return Conditioning(positive, negative, guidance_scale, env.guidance, cfg_normalization)
+        latents, image = env.image_kwargs.get("image_latents"), None
+        if isinstance(latents, torch.Tensor):
+            image = ImageLatents(latents.to(self.device), image_shapes(env))
+        return Conditioning(positive, negative, guidance_scale, env.guidance, cfg_normalization, image)
 
     def exact(self) -> AbstractContextManager[None]:
         """The mode that all of this family's arithmetic runs in, for a stock pipeline or code of one's own."""
@@ -275,6 +299,8 @@ class ModelFamily(PromptEncoding):
             unused["num_frames"] = params.num_frames
         if len(self.transformers) == 1 and params.guidance_scale_2 is not None:
             unused["guidance_scale_2"] = params.guidance_scale_2
+        if self.most_pictures == 0 and params.image is not None:
+            unused["image"] = "a picture"
         for name in ("cfg_normalization", "cfg_truncation"):
             if not self.limits_guidance and getattr(params, name) is not None:
                 unused[name] = getattr(params, name)
@@ -286,6 +312,33 @@ class ModelFamily(PromptEncoding):
                 value=value,
                 hint="Leave it out.",
             )
+
+    def given_pictures(self, params: RolloutParams, *, max_pixels: float = math.inf) -> Pictures | None:
+        """Those that the request brings for the model to edit; None: the model takes none.
+
+        Raises:
+            InvalidRequestError: there is none, or one can't be used.
+            LimitExceededError: one has more than `max_pixels`.
+        """
+        if self.most_pictures == 0:
+            return None
+        if params.image is None:
+            raise InvalidRequestError(
+                "the loaded model edits pictures, and there is none", field="image", hint="Send the picture to edit."
+            )
+        return read_pictures(params.image, most=self.most_pictures, max_pixels=max_pixels)
+
+    def image_shapes(self, pictures: Pictures) -> ImageShapes:
+        """The grids of tokens that `encode_pictures` makes of them; samples that share a forward agree in these."""
+        raise NotImplementedError
+
+    def encode_pictures(self, pictures: Pictures) -> ImageLatents:
+        """Encodes pictures as the pipeline does, bit for bit, one by one."""
+        raise NotImplementedError
+
+    def probe_image(self, size: Size) -> ImageLatents | None:
+        """Random numbers in the place of an encoded picture, for a probe of samples of that size."""
+        return None
 
     def size(self, params: RolloutParams) -> Size:
         """What the request asks for, the model's defaults filled in."""
@@ -349,6 +402,7 @@ class ModelFamily(PromptEncoding):
             "max_sequence_length": call["max_sequence_length"].default,
             "embedded_guidance": call["guidance_scale"].default if distilled else None,
             "num_frames": call["num_frames"].default if "num_frames" in call else None,
+            "image_area": self.image_area,
         }
         if folder is not None and (folder / DEFAULTS_FILE).is_file():
             values |= json.loads((folder / DEFAULTS_FILE).read_text())
@@ -364,7 +418,7 @@ class ModelFamily(PromptEncoding):
         # Embeddings from outside may have a dtype of their own, which must not be that of the rows beside them.
         embeds = [p.prompt_embeds.to(rows.latents.dtype) for p in rows.prompts]
         padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-        image_tokens = self._image_tokens(*rows.size)
+        image_tokens = self._image_tokens(*rows.size) + rows.condition_tokens
         plan = AttentionPlan(lengths, padded.shape[1], image_tokens, text_first=self.text_first)
         return padded, plan
 
@@ -377,7 +431,14 @@ def _rows(batch: DenoiseBatch, prompts: list[PromptEmbeds]) -> Rows:
     embedded = [c.embedded_guidance for c in batch.conditioning if c.embedded_guidance is not None]
     guidance = to_device(torch.tensor(embedded, dtype=torch.float32), batch.latents.device) if embedded else None
     size = batch.height, batch.width
-    return Rows(batch.latents, batch.timesteps, tuple(prompts), *size, guidance, batch.num_frames)
+    images = tuple(c.image for c in batch.conditioning if c.image is not None)
+    return Rows(batch.latents, batch.timesteps, tuple(prompts), *size, guidance, batch.num_frames, images)
+
+
+def image_shapes(env: DenoisingEnv) -> ImageShapes:
+    """Of the pictures that a sample edits, by its denoising environment."""
+    found: Any = env.image_kwargs.get("image_shapes", ())
+    return tuple((frames, height, width) for frames, height, width in found)
 
 
 def refuse_bad_grid(sigmas: torch.Tensor, params: RolloutParams) -> None:

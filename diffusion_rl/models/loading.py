@@ -41,14 +41,14 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
     index = folder / "model_index.json"
     if not index.is_file():
         raise _bad_path(model_path, "it holds no model_index.json, so it is no diffusers pipeline")
-    absent = _absent_components(json.loads(index.read_text()))
-    return _load(folder, dtype, absent), folder
+    found = json.loads(index.read_text())
+    return _load(folder, dtype, {**_absent_components(found), **_processor(folder, found)}), folder
 
 
-def _load(folder: Path, dtype: torch.dtype | None, absent: dict[str, None]) -> Any:
+def _load(folder: Path, dtype: torch.dtype | None, given: dict[str, Any]) -> Any:
     path, dtypes = str(folder), stored_dtypes(folder) if dtype is None else dtype  # with None diffusers takes fp32
     try:  # None: only for modules that keep parts in fp32, which diffusers can't load otherwise
-        pipeline = DiffusionPipeline.from_pretrained(path, low_cpu_mem_usage=None, **{DTYPE: dtypes}, **absent)
+        pipeline = DiffusionPipeline.from_pretrained(path, low_cpu_mem_usage=None, **{DTYPE: dtypes}, **given)
     except NameError as error:  # diffusers then goes on to use what it could not import
         if is_accelerate_available():
             raise
@@ -88,9 +88,19 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 def _from_hub(model_id: str, dtype: torch.dtype | None) -> Any:
     try:
-        return _load(Path(DiffusionPipeline.download(model_id)), dtype, {})
+        folder = Path(DiffusionPipeline.download(model_id))
+        return _load(folder, dtype, _processor(folder, json.loads((folder / "model_index.json").read_text())))
     except OSError as error:
         raise _bad_path(model_id, f"it is neither a folder nor a hub id that could be loaded ({error})") from error
+
+
+def _processor(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """The processor, if the pipeline has one, where diffusers couldn't load it."""
+    if not index.get("processor"):
+        return {}
+    from diffusion_rl.models.processor import processor_of  # imports transformers' image processing
+
+    return processor_of(folder, index)
 
 
 def _absent_components(index: dict[str, Any]) -> dict[str, None]:

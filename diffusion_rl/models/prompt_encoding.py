@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from diffusion_rl.batch import Prompt, PromptEmbeds, TokenIds
+from diffusion_rl.batch import PicturedPrompt, Prompt, PromptEmbeds, TokenIds
 from diffusion_rl.models.prompts import (
     TextEncoders,
     check_embeds,
@@ -80,6 +80,8 @@ class PromptEncoding(ABC):
                 )
             case TokenIds():
                 check_ids(prompt, name, self.text_encoders(max_sequence_length))
+            case PicturedPrompt():
+                self.check_pictured(prompt, name, max_sequence_length)
             case _:
                 self.check_text(prompt, name, max_sequence_length)
 
@@ -100,8 +102,18 @@ class PromptEncoding(ABC):
             case TokenIds():
                 ids = ids_of_encoders(prompt, self.text_encoders(max_sequence_length))
                 return self.encode_ids(ids, max_sequence_length)
+            case PicturedPrompt():
+                return self.encode_pictured(prompt, max_sequence_length)
             case _:
                 return self.encode_text(prompt, max_sequence_length)
+
+    def check_pictured(self, prompt: PicturedPrompt, name: str, max_sequence_length: int) -> None:
+        """As `check_prompt`, of families that take pictures."""
+        raise NotImplementedError
+
+    def encode_pictured(self, prompt: PicturedPrompt, max_sequence_length: int) -> PromptEmbeds:
+        """As `encode_prompt`, of families that take pictures."""
+        raise NotImplementedError
 
     def encode_text(self, text: str, max_sequence_length: int) -> PromptEmbeds:
         templated, encoders = self.templated(text), self.text_encoders(max_sequence_length)

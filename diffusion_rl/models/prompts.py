@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffusion_rl.batch import Prompt, PromptEmbeds, TokenIds
+from diffusion_rl.batch import PlainPrompt, PromptEmbeds, TokenIds
 from diffusion_rl.params import RolloutParams
 from diffusion_rl.prompt_fields import PROMPTS, PromptFields
 from engine_control.errors import InvalidRequestError
@@ -61,7 +61,7 @@ class TextEncoder:
 TextEncoders = Mapping[str, TextEncoder]
 
 
-def read_prompt(params: RolloutParams, name: str, *, reads_padding: bool) -> Prompt | None:
+def read_prompt(params: RolloutParams, name: str, *, reads_padding: bool) -> PlainPrompt | None:
     """The request's `prompt` or `negative_prompt` in the form that it has there, without padding and in memory of its
     own; None: there is none. reads_padding: the transformer's text has padding, so that embeddings have no mask.
 

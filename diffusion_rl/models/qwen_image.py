@@ -58,9 +58,13 @@ class QwenImageFamily(PackedLatentFamily):
         return {"qwen": TextEncoder(pipeline.tokenizer, pipeline.text_encoder, longest, skipped=skipped)}
 
     def encode_ids(self, ids: Mapping[str, Sequence[int]], max_sequence_length: int) -> PromptEmbeds:
-        encoder = self.text_encoders(max_sequence_length)["qwen"]
-        rows = torch.tensor([ids["qwen"]], device=encoder.module.device)
-        states = encoder.module(input_ids=rows, attention_mask=torch.ones_like(rows), output_hidden_states=True)
+        return self.hidden_states(self.text_encoders(max_sequence_length)["qwen"], ids["qwen"])
+
+    def hidden_states(self, encoder: TextEncoder, ids: Sequence[int], **pictures: torch.Tensor) -> PromptEmbeds:
+        """The encoder's last ones, but for those of tokens that it skips. pictures: what it is told of these."""
+        rows = torch.tensor([ids], device=encoder.module.device)
+        inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), **pictures}
+        states = encoder.module(**inputs, output_hidden_states=True)
         return PromptEmbeds(states.hidden_states[-1][0, encoder.skipped :].to(encoder.module.dtype))
 
     def transformer_inputs(self, rows: Rows) -> tuple[AttentionPlan, dict[str, Any]]:
@@ -103,9 +107,12 @@ class QwenImageFamily(PackedLatentFamily):
         return *layers, *replacements(vae, {QwenImageDecoder3d: without_memory})
 
     def cond_kwargs(self, prompt: PromptEmbeds, height: int, width: int) -> dict[str, CondValue]:
+        return self.kwargs_of_grid(prompt, self._grid(height, width))
+
+    def kwargs_of_grid(self, prompt: PromptEmbeds, grid: Sequence[tuple[int, int, int]]) -> dict[str, CondValue]:
+        """`cond_kwargs` where the transformer's image tokens are those of all these grids."""
         length = len(prompt.prompt_embeds)
-        grid = self._grid(height, width)
-        freqs = self.pipeline.transformer.pos_embed(grid, max_txt_seq_len=length, device=self.device)
+        freqs = self.pipeline.transformer.pos_embed(list(grid), max_txt_seq_len=length, device=self.device)
         return {
             "encoder_hidden_states": host_copy(prompt.prompt_embeds),
             "encoder_hidden_states_mask": torch.ones(length, dtype=torch.bool),

@@ -162,7 +162,7 @@ class ZImageFamily(ModelFamily):
         _, _, height, width = arguments["x"][0].shape
         return self._plan(arguments["cap_feats"], (height // PATCH) * (width // PATCH))
 
-    def velocity(self, output: torch.Tensor) -> torch.Tensor:
+    def velocity(self, output: torch.Tensor, rows: Rows) -> torch.Tensor:
         return -output.float()
 
     def combine(

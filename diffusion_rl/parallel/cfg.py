@@ -29,6 +29,7 @@ def batched(forward: Forward, negative: Rows, positive: Rows) -> tuple[torch.Ten
         timesteps=torch.cat([negative.timesteps, positive.timesteps]),
         prompts=negative.prompts + positive.prompts,
         guidance=None if positive.guidance is None else torch.cat([positive.guidance, positive.guidance]),
+        images=negative.images + positive.images,
     )
     first, second = forward(together).chunk(2)
     return first, second

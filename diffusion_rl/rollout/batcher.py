@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diffusion_rl.batch import Size
+from diffusion_rl.batch import ImageShapes, Size
 from diffusion_rl.rollout.queue import SampleState
 
 
@@ -14,6 +14,7 @@ class BatchKey:
     """What samples of one transformer forward must agree in. Text length is not part of it; the adapter is."""
 
     size: Size
+    image_shapes: ImageShapes
     guided: bool
     lora_name: str | None
     transformer: str
@@ -24,6 +25,7 @@ def batch_key(sample: SampleState) -> BatchKey:
     request = sample.request
     return BatchKey(
         size=request.size,
+        image_shapes=request.image_shapes,
         guided=request.guidance.negative_prompt is not None,
         lora_name=request.params.lora_name,
         transformer=request.schedule.transformers[sample.step],

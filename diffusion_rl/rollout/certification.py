@@ -310,7 +310,14 @@ def probe_batch(family: ModelFamily) -> DenoiseBatch:
     short, long = (family.encode_prompt(p, defaults.max_sequence_length) for p in family.probe_prompts)
     told = defaults.embedded_guidance
     conditioning = tuple(
-        Conditioning((short, long)[i % 2], short, 2.0 + i, None if told is None else told + i) for i in range(SAMPLES)
+        Conditioning(
+            positive=(short, long)[i % 2],
+            negative=short,
+            guidance_scale=2.0 + i,
+            embedded_guidance=None if told is None else told + i,
+            image=family.probe_image(size),
+        )
+        for i in range(SAMPLES)
     )
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(SAMPLES, *family.latent_shape(*size), generator=generator)

@@ -253,6 +253,7 @@ class RolloutEngine:
             "size_multiple": family.size_multiple,
             "frame_multiple": family.frame_multiple,
             "transformers": list(family.transformers),
+            "most_pictures": family.most_pictures,
             "text_encoders": list(family.text_encoders(defaults.max_sequence_length)),
             "prompt_embeds_width": family.text_width,
             "pooled_prompt_embeds_width": family.pooled_width,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from diffusion_rl.batch import Conditioning, Guidance, Prompt, Size
+from diffusion_rl.batch import Conditioning, Guidance, ImageShapes, Pictures, Prompt, Size
 from diffusion_rl.params import Limits, RolloutParams
 from diffusion_rl.rollout.recorder import Recorder
 from diffusion_rl.rollout.schedule import Schedule
@@ -30,6 +30,8 @@ class RequestState:
     max_sequence_length: int
     arrival: int
     resume_from: tuple[ResumeState | None, ...]
+    pictures: Pictures | None = None
+    image_shapes: ImageShapes = ()
     conditioning: Conditioning | None = None
     denoising_env: DenoisingEnv | None = None
     results: dict[int, RolloutSample] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class RankWeights:
                 self.memory.on_release("weights", offload.give_device_memory_back)
 
     def flush_caches(self, modules: Sequence[str] | None) -> None:
-        """Prompt embeddings come from the text encoders alone; a graph reads weights where they lie."""
+        """Prompts and pictures are encoded by text encoders and VAE alone; a graph reads weights where they lie."""
         if modules is None or not set(modules) <= set(TRAINED):
             self._prompts.clear()
 

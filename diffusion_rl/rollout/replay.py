@@ -14,6 +14,7 @@ import torch
 
 from diffusion_rl.batch import DenoiseBatch
 from diffusion_rl.models import ModelFamily
+from diffusion_rl.models.base import image_shapes
 from diffusion_rl.models.compiled import refuse_inexact_replay
 from diffusion_rl.models.offload import refuse_offloaded_gradients
 from diffusion_rl.parallel.tensor import refuse_other_degree
@@ -69,11 +70,11 @@ def replay_step(
     states = [_states(s, step) for s in samples]
     kinds = {s.rollout_step_kinds[step] for s in samples}
     no_const = {s.log_prob_no_const for s in samples}
-    shapes = {(s.size, _env(s).neg_cond_kwargs is None) for s in samples}
+    shapes = {(s.size, image_shapes(_env(s)), _env(s).neg_cond_kwargs is None) for s in samples}
     if any(len(found) > 1 for found in (kinds, no_const, shapes, names)):
         raise InvalidRequestError(
-            "samples that are replayed together must agree in size, guidance mode, step kind, transformer and log-prob "
-            "form",
+            "samples that are replayed together must agree in size, pictures' sizes, guidance mode, step kind, "
+            "transformer and log-prob form",
             field="samples",
             value=sorted(kinds),
             hint="Group them first; any grouping gives the same bits.",

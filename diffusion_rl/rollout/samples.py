@@ -38,6 +38,7 @@ def plan_request(
     params.validate(limits, step_kinds=step_kinds.names())
     defaults = family.defaults
     family.check_fields(params)
+    pictures = family.given_pictures(params, max_pixels=limits.max_image_pixels)
     size = family.size(params)
     check_pixels(size[1], size[0], limits)
     for num_frames in size[2:]:
@@ -67,11 +68,13 @@ def plan_request(
         max_sequence_length=length,
         arrival=arrival,
         resume_from=resume_from,
+        pictures=pictures,
+        image_shapes=() if pictures is None else family.image_shapes(pictures),
     )
 
 
 def condition(request: RequestState, prompts: PromptCache) -> None:
-    """Encodes the request's prompts; afterwards it has its conditioning."""
+    """Encodes the request's prompts and pictures; afterwards it has its conditioning."""
     length, guidance = request.max_sequence_length, request.guidance
     negative = guidance.negative_prompt
     request.conditioning = Conditioning(
@@ -80,6 +83,7 @@ def condition(request: RequestState, prompts: PromptCache) -> None:
         guidance_scale=guidance.scale,
         embedded_guidance=guidance.embedded,
         cfg_normalization=guidance.normalization,
+        image=None if request.pictures is None else prompts.encode_pictures(request.pictures),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from diffusion_rl.condition_images import load_wire_images
 from diffusion_rl.params import (
     FieldNames,
     Limits,
@@ -86,7 +87,7 @@ class RolloutRequest(BaseModel):
     rollout_return_dit_trajectory: bool = Field(False, description="Return latents, timesteps and sigmas.")
     rollout_sde_step_indices: Items[int] | None = Field(None, description="The stochastic steps; null: all of them.")
     rollout_return_step_indices: Items[int] | None = Field(None, description="Which states of 0..T to return.")
-    image_path: Items[str] | str | None = Field(None, description="For models with image conditions; null here.")
+    image_path: Items[str] | str | None = Field(None, description="Null: no path or address is opened; see `image`.")
     suppress_logs: bool = Field(False, description="Accepted for compatibility.")
     extra_sampling_params: dict[str, Any] | None = Field(
         None, description="More fields of this request, merged over the others (but for `rollout`)."
@@ -134,6 +135,11 @@ class RolloutRequest(BaseModel):
     negative_prompt_embeds: Tensor | None = Field(None, description="The negative prompt as embeddings.")
     negative_prompt_embeds_mask: Mask | None = Field(None, description=f"{MASK}`negative_prompt_embeds`.")
     negative_pooled_prompt_embeds: Tensor | None = Field(None, description="With `negative_prompt_embeds`.")
+    image: str | Tensor | Items[str | Tensor] | None = Field(
+        None,
+        description="For models that edit pictures: base64 of a PNG, JPEG or WebP file, that as a data URL, or a "
+        "tensor `[3, H, W]`, uint8 or in [0, 1]; a list where the model takes several.",
+    )
 
 
 TENSORS_IN = ("resume_from", *(name for prompt in PROMPTS.values() for name in astuple(prompt)))
@@ -197,6 +203,8 @@ def parse_rollout_request(
             hint="They are two names of one field: send one of them.",
         )
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
+    if "image" in params:
+        params["image"] = load_wire_images(_with_tensors("image", params["image"]), max_pixels=limits.max_image_pixels)
     params |= {name: _with_tensors(name, params[name]) for name in TENSORS_IN if name in params}
     if "seed" not in params and "seeds" not in params:
         params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))
@@ -307,7 +315,7 @@ def _refuse_what_has_no_use(merged: dict[str, Any]) -> None:
                 code="unsupported_field",
                 field=name,
                 value=outline(value),
-                hint="Leave it out.",
+                hint="Send pictures themselves, as `image`." if name == "image_path" else "Leave it out.",
             )
         if name not in RolloutRequest.model_fields:
             merged.pop(name, None)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import torch
 
 from diffusion_rl.config import EngineConfig, ServerConfig, Wire
 from diffusion_rl.parallel.layout import layout_of
@@ -91,6 +92,7 @@ class RolloutService(EngineService):
 
     def smallest_request(self) -> RolloutParams:
         size = int(self.supervisor.description["size_multiple"])
+        black = torch.zeros(3, size, size, dtype=torch.uint8)
         return RolloutParams(
             prompt="health",
             seed=0,
@@ -101,6 +103,7 @@ class RolloutService(EngineService):
             rollout=False,
             rollout_debug_mode=False,
             priority=HEALTH_PRIORITY,
+            image=(black,) if self.supervisor.description["most_pictures"] else None,
         )
 
     async def server_info(self) -> dict[str, Any]:
