@@ -116,6 +116,8 @@ def test_ids_and_embeddings_have_the_bits_of_their_text(pipeline: RolloutPipelin
     ids = stock.processor(text=[stock.prompt_template_encode.format("make it red")], images=[seen]).input_ids[0]
     assert text.denoising_env is not None
     returned = text.denoising_env.prompt_fields()
+    tables: Any = text.denoising_env.pos_cond_kwargs["freqs_cis"]
+    assert len(tables[0]) == len(text.denoising_env.image_kwargs["image_latents"]) + 12 == 24  # type: ignore[arg-type]
     for form in ({"prompt_ids": ids, "negative_prompt": "blurry"}, returned):
         (sample,) = pipeline(**form, **fields)
         assert_same_bits(sample, text)
@@ -214,11 +216,12 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
         read = load_wire_images if isinstance(picture, str) else load_images
         with pytest.raises(LimitExceededError, match="65 x 64"):
             read(picture, max_pixels=LIMIT)
-    head = bytearray(file_of(Image.new("1", (8, 8))))
-    head[16:24] = struct.pack(">II", 60_000, 60_000)  # what it says of its size
-    head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
-    with pytest.raises(LimitExceededError, match="pixels"):
-        load_images(bytes(head), max_pixels=LIMIT)
+    for side in (100, 60_000):  # which a file says that has no such pixels
+        head = bytearray(file_of(Image.new("1", (8, 8))))
+        head[16:24] = struct.pack(">II", side, side)
+        head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
+        with pytest.raises(LimitExceededError, match="pixels"):
+            load_images(bytes(head), max_pixels=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,8 @@ def test_a_picture_has_one_set_of_pixels_in_every_form(tmp_path: Path) -> None:
     (pixels,) = load_images(WIDE, max_pixels=1e9)
     forms = [tmp_path / "wide.png", file_of(WIDE), pixels, pixels[None].float() / 255, WIDE.convert("RGBA")]
     assert all(torch.equal(load_images(form, max_pixels=1e9)[0], pixels) for form in forms)
+    assert load_images(torch.full((3, 1, 1), 0.499), max_pixels=1e9)[0].tolist() == [[[127]]] * 3  # of 127.2
+    assert load_images(torch.full((3, 1, 1), 0.501), max_pixels=1e9)[0].tolist() == [[[128]]] * 3  # of 127.76
 
 
 def test_a_picture_is_refused_by_a_model_that_takes_none_and_a_placeholder_in_a_text_by_one_that_does(

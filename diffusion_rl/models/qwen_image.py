@@ -112,7 +112,7 @@ class QwenImageFamily(PackedLatentFamily):
     def kwargs_of_grid(self, prompt: PromptEmbeds, grid: Sequence[tuple[int, int, int]]) -> dict[str, CondValue]:
         """`cond_kwargs` where the transformer's image tokens are those of all these grids."""
         length = len(prompt.prompt_embeds)
-        freqs = self.pipeline.transformer.pos_embed(list(grid), max_txt_seq_len=length, device=self.device)
+        freqs = self.pipeline.transformer.pos_embed([list(grid)], max_txt_seq_len=length, device=self.device)
         return {
             "encoder_hidden_states": host_copy(prompt.prompt_embeds),
             "encoder_hidden_states_mask": torch.ones(length, dtype=torch.bool),
