@@ -38,15 +38,15 @@ def load_images(value: Any, *, max_pixels: float) -> tuple[torch.Tensor, ...]:
     return tuple(_load(item, max_pixels) for item in _items(value))
 
 
-def load_wire_images(value: Any, *, max_pixels: float) -> tuple[torch.Tensor, ...]:
+def load_wire_images(value: Any, *, most: int, max_pixels: float) -> tuple[torch.Tensor, ...]:
     """What `image` may hold in a body, one picture or a list, its tensors decoded: those, and base64.
 
     Raises:
-        InvalidRequestError, LimitExceededError: as `load_images`.
+        InvalidRequestError, LimitExceededError: as `read_pictures`; more than `most` aren't decoded at all.
     """
     return tuple(
         _from_file(_from_base64(item), max_pixels) if isinstance(item, str) else _from_tensor(item, max_pixels)
-        for item in _items(value)
+        for item in _counted(value, most)
     )
 
 
@@ -56,11 +56,12 @@ def read_pictures(value: Any, *, most: int, max_pixels: float) -> Pictures:
     Raises:
         InvalidRequestError, LimitExceededError: as `load_images`; or they are more than `most`, or none.
     """
-    items = _items(value)
-    if not 1 <= len(items) <= most:
-        many = "one picture" if most == 1 else f"1 to {most} pictures"
-        raise _refused(f"{len(items)} pictures, and the loaded model takes {many}", len(items), "Send as many.")
-    return Pictures(tuple(_from_tensor(item, max_pixels) for item in items))
+    return Pictures(tuple(_from_tensor(item, max_pixels) for item in _counted(value, most)))
+
+
+def plain_picture(side: int) -> torch.Tensor:
+    """A gray square, for probes that need some picture."""
+    return torch.full((3, side, side), 128, dtype=torch.uint8)
 
 
 def pil_image(picture: torch.Tensor) -> Image.Image:
@@ -70,6 +71,14 @@ def pil_image(picture: torch.Tensor) -> Image.Image:
 
 def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
+
+
+def _counted(value: Any, most: int) -> Sequence[Any]:
+    items = _items(value)
+    if not 1 <= len(items) <= most:
+        many = "one picture" if most == 1 else f"1 to {most} pictures"
+        raise _refused(f"{len(items)} pictures, and the loaded model takes {many}", len(items), "Send as many.")
+    return items
 
 
 def _load(value: Any, max_pixels: float) -> torch.Tensor:

@@ -250,9 +250,13 @@ def _replay(pipeline: RolloutPipeline) -> Check:
 
 
 def _probe(pipeline: RolloutPipeline, *, count: int, steps: int, seed: int = PROBE_SEED) -> list[RolloutSample]:
-    frames = pipeline.engine.family.frame_multiple
+    from diffusion_rl.condition_images import plain_picture
+
+    family = pipeline.engine.family
+    frames, side = family.frame_multiple, family.size_multiple
     return pipeline(
         "a red circle",  # short enough for any text encoder
+        image=plain_picture(side) if family.most_pictures else None,
         num_frames=None if frames is None else 1 + frames,
         num_outputs_per_prompt=count,
         num_inference_steps=steps,

@@ -229,6 +229,9 @@ GuidanceScale2 = Annotated[
 ]
 TrueCfgScale = Annotated[float | None, typer.Option(help="Classifier-free guidance of Qwen-Image and FLUX.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+Images = Annotated[
+    list[Path] | None, typer.Option("--image", help="A picture to edit; several times, where the model takes several.")
+]
 Pixels = Annotated[int | None, typer.Option(help="Pixels; the model's default if left out.")]
 NumFrames = Annotated[int | None, typer.Option(min=1, help="Of a video; the model's default if left out.")]
 Fps = Annotated[float, typer.Option(min=1, max=1000, help="Frames a second at which a video is written.")]

@@ -184,7 +184,7 @@ def load_json(body: bytes) -> dict[str, Any]:
 
 
 def parse_rollout_request(
-    values: Mapping[str, Any], *, limits: Limits, step_kinds: Sequence[str], lenient: bool
+    values: Mapping[str, Any], *, limits: Limits, step_kinds: Sequence[str], lenient: bool, most_pictures: int = 1
 ) -> ParsedRequest:
     """Checks everything about a request that can be known without the model.
 
@@ -204,7 +204,8 @@ def parse_rollout_request(
         )
     params = {name: value for name, value in present.items() if name in PARAM_NAMES}
     if "image" in params:
-        params["image"] = load_wire_images(_with_tensors("image", params["image"]), max_pixels=limits.max_image_pixels)
+        images = _with_tensors("image", params["image"])
+        params["image"] = load_wire_images(images, most=most_pictures, max_pixels=limits.max_image_pixels)
     params |= {name: _with_tensors(name, params[name]) for name in TENSORS_IN if name in params}
     if "seed" not in params and "seeds" not in params:
         params["seed"] = secrets.randbelow(MAX_CHOSEN_SEED - request_count(params))

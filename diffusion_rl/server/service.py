@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-import torch
 
+from diffusion_rl.condition_images import plain_picture
 from diffusion_rl.config import EngineConfig, ServerConfig, Wire
 from diffusion_rl.parallel.layout import layout_of
 from diffusion_rl.params import RolloutParams
@@ -69,6 +69,9 @@ class RolloutService(EngineService):
             limits=self.engine_config.limits,
             step_kinds=self.supervisor.description["step_kinds"],
             lenient=self.config.lenient_fields,
+            most_pictures=max(
+                1, self.supervisor.description["most_pictures"]
+            ),  # of a model with none it says so itself
         )
 
     async def roll_out(self, request: ParsedRequest, wire: Wire) -> EncodedBody:
@@ -92,7 +95,6 @@ class RolloutService(EngineService):
 
     def smallest_request(self) -> RolloutParams:
         size = int(self.supervisor.description["size_multiple"])
-        black = torch.zeros(3, size, size, dtype=torch.uint8)
         return RolloutParams(
             prompt="health",
             seed=0,
@@ -103,7 +105,7 @@ class RolloutService(EngineService):
             rollout=False,
             rollout_debug_mode=False,
             priority=HEALTH_PRIORITY,
-            image=(black,) if self.supervisor.description["most_pictures"] else None,
+            image=(plain_picture(size),) if self.supervisor.description["most_pictures"] else None,
         )
 
     async def server_info(self) -> dict[str, Any]:
