@@ -102,9 +102,15 @@ def look(batch: Sequence[Applied]) -> list[Looked]:
         tensors = [tensor.detach() for _, tensor in alike]
         if tensors[0].element_size() == 1:  # float8 has no norms
             tensors = [tensor.float() for tensor in tensors]
-        largest = torch.stack(torch._foreach_norm(tensors, float("inf")))  # finite if all of the tensor's numbers are
-        found.append(Looked([key for key, _ in alike], ~largest.isfinite()))
+        found.append(Looked([key for key, _ in alike], ~_extremes(tensors).isfinite().all(dim=1)))
     return found
+
+
+def _extremes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[tensors, n]`, finite where all of a tensor is. The tensors are of one device and dtype, and none is empty."""
+    if tensors[0].device.type == "cpu":  # at twenty times the rate that norms of bfloat16 have there
+        return torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)]).view(-1, 2)
+    return torch.stack(torch._foreach_norm(tensors, float("inf"))).view(-1, 1)
 
 
 def refuse_non_finite(found: Sequence[Looked]) -> None:
