@@ -26,7 +26,15 @@ import torch
 from engine_control.config import RankSettings
 from engine_control.errors import EngineError, InvalidRequestError, RefitRefusedError
 from engine_control.rank import RankCommand, RankControl
-from engine_control.refit.backends import TransportContext, WeightItem, WeightTransport, distributed, transports
+from engine_control.refit.backends import (
+    TransportContext,
+    WeightItem,
+    WeightTransport,
+    _read_ahead,
+    disk,
+    distributed,
+    transports,
+)
 from engine_control.refit.backends._calls import Announced, Said, announced_again
 from engine_control.refit.backends._group import BroadcastError, BroadcastGroup
 from engine_control.refit.backends.distributed import Channel, WeightSender, _chunks
@@ -316,6 +324,64 @@ def test_a_file_that_changes_while_it_is_read_is_refused(change: Callable[[Path]
     change(tmp_path / "model.safetensors")
     with pytest.raises(RefitRefusedError, match=r"changed while|can't be read"):
         list(items)
+
+
+def kept(named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(named)
+
+
+@pytest.mark.parametrize("way", ["through the host", "through a GPU's ring", "a loader that keeps tensors"])
+def test_a_checkpoint_of_many_loads_and_pieces_arrives_whole(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_read_ahead, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(_read_ahead, "SLOTS", 4)
+    for name in ("LOAD_BYTES", "DEVICE_LOAD_BYTES"):
+        monkeypatch.setattr(disk, name, 3000)
+    if way == "through a GPU's ring":
+        monkeypatch.setattr(disk.DiskTransport, "_room", lambda self, files: torch.empty(30_000, dtype=torch.uint8))
+    named = {f"w{i}": torch.randn(1 + 97 * i % 1300) for i in range(40)} | {"large": torch.randn(7001)}
+    folder = sharded(tmp_path, [dict(list(named.items())[:30]), dict(list(named.items())[30:])])
+    keeps = way == "a loader that keeps tensors"
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[kept.__module__])
+    fields = {"model_path": str(folder), **({"load_format": f"{__name__}:kept"} if keeps else {})}
+    waiting, found, most = [], {}, 0
+    for item in transport("disk", load_formats=[f"{__name__}:kept"]).receive(fields):
+        waiting.append(item)
+        if not item.more:
+            most = max(most, len(waiting))
+            found |= {one.name: one.tensor.clone() for one in waiting}
+            waiting = []
+    assert not waiting
+    assert (most == 1) == keeps
+    assert found.keys() == named.keys()
+    assert all(torch.equal(found[name], named[name]) for name in named)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_what_is_cut_short_behind_the_first_load_is_refused_and_an_unfinished_call_leaves_no_file_open(
+    ring: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOAD_BYTES", "DEVICE_LOAD_BYTES"):
+        monkeypatch.setattr(disk, name, 1)
+    monkeypatch.setattr(_read_ahead, "SLOTS", 2)
+    if ring:
+        monkeypatch.setattr(disk.DiskTransport, "_room", lambda self, files: torch.empty(4000, dtype=torch.uint8))
+    folder = write(tmp_path, {f"w{i}": torch.randn(1000) for i in range(9)})
+    file = folder / "model.safetensors"
+    before = len(os.listdir("/proc/self/fd"))
+    unfinished = from_disk(folder)
+    next(unfinished)
+    unfinished.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    items = from_disk(folder)
+    next(items)
+    os.truncate(file, file.stat().st_size - 4000)
+    came: list[str] = []
+    with pytest.raises(RefitRefusedError, match="changed while"):
+        came.extend(item.name for item in items)
+    assert len(came) < 8  # nothing stands for the last one, which isn't there
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_loader_is_called_only_if_the_configuration_allows_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Weights from a folder: a diffusers pipeline, one module of one, a transformers checkpoint, or one safetensors file.
 
-Files are read plainly, one tensor after the other into one buffer, and never mapped: a mapped file that somebody cuts
-short would kill the process. What is half-written, or changes while it is read, is refused.
+Files are read plainly, ahead of whom applies their tensors, and never mapped: a mapped file that somebody cuts short
+would kill the process. What is half-written, or changes while it is read, is refused.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from engine_control.errors import RefitRefusedError
-from engine_control.refit.backends._calls import items, load_format, one_module, target_modules
+from engine_control.refit.backends._calls import Loader, as_is, items, load_format, one_module, target_modules
+from engine_control.refit.backends._read_ahead import DEVICE_LOAD_BYTES, LOAD_BYTES, onto_device, onto_host, room_on
+from engine_control.refit.backends._rooms import grouped
 from engine_control.refit.backends.base import WeightItem, WeightTransport
 from engine_control.refit.payload.layout import check_booleans, piece
 from engine_control.refit.payload.safetensors_format import PREFIX_BYTES, Entry, entries, header_bytes
@@ -83,13 +85,49 @@ class DiskTransport(WeightTransport):
             )
         return [(module, path / module) for module in chosen]
 
-    def _read(self, plan: list[tuple[str | None, list[CheckpointFile]]], loader: Any) -> Iterator[WeightItem]:
-        buffer = _Buffer(self.context.device)
+    def _read(self, plan: list[tuple[str | None, list[CheckpointFile]]], loader: Loader) -> Iterator[WeightItem]:
         for module, files in plan:
-            yield from items(module, loader(_tensors(files, buffer)), field=FIELD)
+            if loader is as_is:
+                for name, tensor, more in _tensors(files, self._room(files)):
+                    yield WeightItem(module, name, tensor, more=more)
+            else:
+                named = ((name, tensor) for name, tensor, _ in _tensors(files, None, reuse=False))
+                yield from items(module, loader(named), field=FIELD)
         for _, files in plan:
             for file in files:
                 _check_unchanged(file.path, file.seen)
+
+    def _room(self, files: list[CheckpointFile]) -> torch.Tensor | None:
+        """Where loads go on a GPU. None: on the host, the engine's device or as the GPU is full."""
+        if self.context.device.type != "cuda":
+            return None
+        groups = [group for file in files for group in _groups(file, DEVICE_LOAD_BYTES)]
+        return room_on(self.context.device, max((group[-1].end - group[0].start for group in groups), default=0))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Tensors that lie behind each other in an open file."""
+
+    path: Path
+    descriptor: int
+    entries: Sequence[Entry]
+
+    @property
+    def start(self) -> int:
+        return self.entries[0].start
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries[-1].end - self.start
+
+    def read(self, start: int, view: memoryview) -> None:
+        try:
+            whole = _fill(self.descriptor, self.start + start, view)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if not whole:
+            raise _changed(self.path)
 
 
 def checkpoint_files(path: Path) -> list[CheckpointFile]:
@@ -188,36 +226,34 @@ def _opened_file(path: Path, folder: Path) -> CheckpointFile:
     return CheckpointFile(path, seen, tuple(found))
 
 
-def _tensors(files: list[CheckpointFile], buffer: _Buffer) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    files: list[CheckpointFile], room: torch.Tensor | None, *, reuse: bool = True
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Names, tensors (in `room`, or on the host), and whether a tensor holds until the next one. Without `reuse` all
+    hold."""
+    with ExitStack() as opened:
+        if room is None:
+            arrivals = onto_host(_loads(files, LOAD_BYTES, opened), reuse=reuse)
+        else:
+            arrivals = onto_device(_loads(files, DEVICE_LOAD_BYTES, opened), room)
+        with closing(arrivals):  # and with it all reading, before the files
+            for load, flat in arrivals:
+                for entry in load.entries:
+                    value = piece(flat, entry.start - load.start, entry.dtype, entry.shape)
+                    yield entry.name, check_booleans(value, name=entry.name), entry is not load.entries[-1]
+
+
+def _loads(files: list[CheckpointFile], nbytes: int, opened: ExitStack) -> Iterator[_Load]:
+    """`opened` closes the files."""
     for file in files:
-        with _open(file.path) as descriptor:
-            if _seen(os.fstat(descriptor)) != file.seen:
-                raise _changed(file.path)
-            for entry in file.entries:
-                raw = buffer.of(entry.end - entry.start)
-                if not _fill(descriptor, entry.start, memoryview(raw.numpy())):
-                    raise _changed(file.path)
-                yield entry.name, check_booleans(piece(raw, 0, entry.dtype, entry.shape), name=entry.name)
-            if _seen(os.fstat(descriptor)) != file.seen:
-                raise _changed(file.path)
+        descriptor = opened.enter_context(_open(file.path))
+        if _seen(os.fstat(descriptor)) != file.seen:
+            raise _changed(file.path)
+        yield from (_Load(file.path, descriptor, group) for group in _groups(file, nbytes))
 
 
-class _Buffer:
-    """One host buffer for all tensors, as large as the largest so far. Pinned for a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._raw = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, count: int) -> torch.Tensor:
-        """`count` bytes that nobody reads any more."""
-        pinned = self._device.type == "cuda"
-        if pinned:
-            torch.cuda.current_stream(self._device).synchronize()
-        if self._raw.numel() < count:
-            self._raw = torch.empty(0, dtype=torch.uint8)
-            self._raw = torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
-        return self._raw[:count]
+def _groups(file: CheckpointFile, nbytes: int) -> Iterator[list[Entry]]:
+    return grouped(file.entries, lambda entry: entry.end - entry.start, over=nbytes - 1)
 
 
 def _existing(value: object) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -26,6 +26,7 @@ from engine_control.refit.backends._calls import (
     refuse_modes,
 )
 from engine_control.refit.backends._group import BACKENDS, BroadcastError, BroadcastGroup, Meeting, listening_store
+from engine_control.refit.backends._rooms import AHEAD, Rooms, grouped
 from engine_control.refit.backends.base import TransportContext, WeightItem, WeightTransport
 from engine_control.refit.payload.layout import (
     as_bytes,
@@ -36,7 +37,6 @@ from engine_control.refit.payload.layout import (
 GROUP = "weight_update_group"
 PACKED_BYTES = 1 << 30  # of vLLM's packed form, unless the trainer says otherwise
 FLAT = "flattened_bucket"
-AHEAD = 2  # loads on their way at a time
 LOAD_BYTES = 256 << 20  # from which on a load is full
 LOAD_BROADCASTS = 64  # at most: a GPU's queue of launches is full after some hundreds, and then nobody can time out
 ALIGNMENT = 256  # bytes, of each broadcast in a load's buffer
@@ -207,57 +207,20 @@ Chunk: TypeAlias = list[S]
 """Tensors that share a broadcast."""
 Load: TypeAlias = list[Chunk[S]]
 """Broadcasts that are on their way together, and whose tensors are applied together."""
-T = TypeVar("T")
 
 
 def _chunks(tensors: Iterable[S], packed_bytes: int | None, *, flat: bool) -> Iterator[Chunk[S]]:
     """Both sides cut alike: a packed chunk ends when it exceeds the buffer's size."""
     over = math.inf if flat else -1 if packed_bytes is None else packed_bytes
-    return _grouped(tensors, lambda tensor: tensor.nbytes, over=over)
+    return grouped(tensors, lambda tensor: tensor.nbytes, over=over)
 
 
 def _loads(chunks: Iterable[Chunk[S]]) -> Iterator[Load[S]]:
-    return _grouped(chunks, _nbytes, over=LOAD_BYTES - 1, most=LOAD_BROADCASTS)
-
-
-def _grouped(
-    things: Iterable[T], size: Callable[[T], int], *, over: float, most: float = math.inf
-) -> Iterator[list[T]]:
-    """The things in their order, in groups that end as soon as they are larger than `over` together, or `most`."""
-    group: list[T] = []
-    total = 0
-    for thing in things:
-        group.append(thing)
-        total += size(thing)
-        if total > over or len(group) >= most:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
+    return grouped(chunks, _nbytes, over=LOAD_BYTES - 1, most=LOAD_BROADCASTS)
 
 
 def _nbytes(tensors: Iterable[Sized]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-class _Rooms:
-    """Flat memory for what comes or goes: `AHEAD` buffers by turns, each kept and as large as was asked for."""
-
-    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
-        """nbytes: what each will have to hold, as far as it is known."""
-        self._device = device
-        self._nbytes = nbytes
-        self._buffers: deque[torch.Tensor | None] = deque([None] * AHEAD)
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Room `[nbytes]` uint8, in the memory of what was taken `AHEAD` turns before."""
-        buffer = self._buffers.popleft()
-        self._nbytes = max(self._nbytes, nbytes)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = None  # it goes before the larger one comes
-            buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        self._buffers.append(buffer)
-        return buffer[:nbytes]
 
 
 @dataclass(frozen=True)
@@ -282,7 +245,7 @@ class _Stream:
         self._module = module
         loads = list(_loads(chunks))
         self._sizes = [sum(_aligned(_nbytes(chunk)) for chunk in load) for load in loads]
-        self._rooms = _Rooms(group.device, max(self._sizes)) if reuse else None
+        self._rooms = Rooms(group.device, max(self._sizes)) if reuse else None
         self._left = len(loads)
         self._arrivals = self._arrive(loads)
 
@@ -322,7 +285,7 @@ class _Stream:
         return _Coming(load, flats, [self._group.begin(flat) for flat in flats])
 
     def _room(self, nbytes: int) -> torch.Tensor:
-        rooms = self._rooms or _Rooms(self._group.device)
+        rooms = self._rooms or Rooms(self._group.device)
         try:
             return rooms.take(nbytes)
         except torch.AcceleratorError:
@@ -432,7 +395,7 @@ class WeightSender:
         if self._group is None:
             raise BroadcastError("join the group first")
         going: deque[list[_Going]] = deque()  # while the next load is put together
-        rooms = _Rooms(self._group.device)
+        rooms = Rooms(self._group.device)
         for load in _loads(_chunks((t for _, t in named_tensors), self._packed_bytes, flat=load_format == FLAT)):
             if len(going) == AHEAD:
                 _finish(self._group, going.popleft())
@@ -454,7 +417,7 @@ class _Going(NamedTuple):
     work: Any
 
 
-def _begin(group: BroadcastGroup, load: Load[torch.Tensor], rooms: _Rooms) -> list[_Going]:
+def _begin(group: BroadcastGroup, load: Load[torch.Tensor], rooms: Rooms) -> list[_Going]:
     """Sends each chunk: a tensor alone from where it lies, if it may, and several from a room."""
     room, start = rooms.take(sum(_aligned(_nbytes(chunk)) for chunk in load if len(chunk) > 1)), 0
     going = []
