@@ -48,6 +48,7 @@ from rl_kernels.weights import weight_kernels
 SENDER = "benchmarks.refit_sender"
 CEILING_BYTES = 1 << 30
 SMALL_TENSORS, SMALL_BYTES = 2000, 4096
+PLAIN_READ_BYTES = 8 << 20  # at a time
 LIMIT = (
     "In place every byte is read and written twice, the old ones into the undo copy and the new ones over them: the "
     "limit is the time of two copies (`fraction_of_copies`). Verification reads them once more. From disk the link to "
@@ -151,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
                 if arm in ("handles", "flat_torch") and found.device.type != "cuda":
                     continue
                 row = timed(found, arm, arguments.repeats, ceilings["copy_bytes_per_s"])
+                if arm == "disk":
+                    row |= reading(found, row["applied_ms"], arguments.repeats, ceilings)
                 report.results.append({"case": f"{shape}: {arm}", **row})
                 print(report.results[-1], flush=True)
                 report.ratios[f"{shape}_{arm}_fraction_of_copies"] = row["fraction_of_copies"]
@@ -198,6 +201,25 @@ def timed(found: Rig, arm: str, repeats: int, copy_rate: float) -> dict[str, Any
         "two_copies_ms": 1e3 * limit,
         "fraction_of_copies": 1e3 * limit / parts["total_ms"],
     }
+
+
+def reading(found: Rig, applied_ms: float, repeats: int, ceilings: dict[str, float]) -> dict[str, float]:
+    """Bytes a second that an update from disk applies, beside those of one thread that only reads the same files, and
+    of the link if the device has one."""
+    files = sorted((found.folder / "transformer").glob("*.safetensors"))
+    piece = memoryview(bytearray(PLAIN_READ_BYTES))
+
+    def read() -> None:
+        for path in files:
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(piece):
+                    pass
+
+    seconds = measure.alternate({"read": read}, repeats, warmups=1)["read"].median
+    applied, plain = 1e3 * found.bytes / applied_ms, sum(path.stat().st_size for path in files) / seconds
+    row = {"applied_bytes_per_s": applied, "plain_read_bytes_per_s": plain, "fraction_of_plain_read": applied / plain}
+    link = ceilings.get("host_to_device_bytes_per_s")
+    return row if link is None else {**row, "fraction_of_link": applied / link}
 
 
 def arms(found: Rig) -> dict[str, Callable[[], dict[str, float]]]:
