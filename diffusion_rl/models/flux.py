@@ -10,6 +10,7 @@ import torch
 
 from diffusion_rl.batch import Guidance, Prompt, PromptEmbeds, Rows
 from diffusion_rl.models.base import host_copy, vae_pictures
+from diffusion_rl.models.fused_flux import FLUX_BLOCKS
 from diffusion_rl.models.packed import PackedLatentFamily
 from diffusion_rl.models.prompts import TextEncoder, TextEncoders
 from diffusion_rl.parallel.sequence import SequenceSpec, Stage
@@ -59,6 +60,7 @@ class FluxFamily(PackedLatentFamily):
         attentions=("*transformer_blocks.*.attn",),
         joined={"single_transformer_blocks.*.proj_out": ("attn.to_v", "proj_mlp")},
     )
+    block_forwards = FLUX_BLOCKS
 
     def check_prompt(self, prompt: Prompt, name: str, max_sequence_length: int) -> None:
         if max_sequence_length > LONGEST_TEXT:

@@ -38,6 +38,7 @@ from rl_kernels.gelu_linear import gelu_linear
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
 
+HEAD_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -70,12 +71,12 @@ def joint_transformer_block(
     text_vectors = _text_vectors(module, temb)
     normed_text = modulated_norm(text, text_vectors[1], text_vectors[0], eps=module.norm1_context.norm.eps)
 
-    image_out, text_out = _attend(attn, _image_stream(attn, normed), _text_stream(attn, normed_text))
-    image_out = _output(attn, image_out)
+    image_out, text_out = attend(attn, image_stream(attn, normed), text_stream(attn, normed_text))
+    image_out = output_projection(attn, image_out)
     if module.use_dual_attention:
         image = gated_residual(image, image_out, gate)
-        image_out, _ = _attend(module.attn2, _image_stream(module.attn2, normed_2), None)
-        image_out, gate = _output(module.attn2, image_out), gate_2
+        image_out, _ = attend(module.attn2, image_stream(module.attn2, normed_2), None)
+        image_out, gate = output_projection(module.attn2, image_out), gate_2
     image, normed = gated_residual_norm(image, image_out, gate, scale=mlp_scale, shift=mlp_shift, eps=module.norm2.eps)
     image = gated_residual(image, _feed_forward(module.ff, normed), mlp_gate)
     if module.context_pre_only:
@@ -123,13 +124,13 @@ def qwen_image_transformer_block(
     image_vectors, text_vectors = module.img_mod(temb).chunk(6, dim=-1), module.txt_mod(temb).chunk(6, dim=-1)
     normed = modulated_norm(hidden_states, image_vectors[1], image_vectors[0], eps=module.img_norm1.eps)
     normed_text = modulated_norm(encoder_hidden_states, text_vectors[1], text_vectors[0], eps=module.txt_norm1.eps)
-    text_out, image_out = _attend(
-        attn, _text_stream(attn, normed_text, text_rope), _image_stream(attn, normed, image_rope)
+    text_out, image_out = attend(
+        attn, text_stream(attn, normed_text, text_rope), image_stream(attn, normed, image_rope)
     )
     assert image_out is not None
-    image_out, text_out = _output(attn, image_out), attn.to_add_out(contiguous(text_out))
-    image = _after_attention(hidden_states, image_out, image_vectors, module.img_norm2, module.img_mlp)
-    text = _after_attention(encoder_hidden_states, text_out, text_vectors, module.txt_norm2, module.txt_mlp)
+    image_out, text_out = output_projection(attn, image_out), attn.to_add_out(contiguous(text_out))
+    image = after_attention(hidden_states, image_out, image_vectors, module.img_norm2, module.img_mlp)
+    text = after_attention(encoder_hidden_states, text_out, text_vectors, module.txt_norm2, module.txt_mlp)
     if image.dtype == torch.float16:  # the block's own guard against overflow
         return text.clip(-65504, 65504), image.clip(-65504, 65504)
     return text, image
@@ -149,7 +150,7 @@ def _text_vectors(module: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return projected.chunk(6, dim=1)
 
 
-def _after_attention(
+def after_attention(
     stream: torch.Tensor, attended: torch.Tensor, vectors: tuple[torch.Tensor, ...], norm: Any, mlp: Any
 ) -> torch.Tensor:
     """The stream with both of the block's gated additions: of the attention, and of the feed-forward."""
@@ -171,18 +172,24 @@ def _feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain_gelu(module: Any, first: Any) -> bool:
-    """Whether it is the stock layer, with weights of this rank alone, and nobody looks on."""
-    if type(first) is not GELU or first.approximate != "tanh" or type(first.proj) is not nn.Linear:
+    """Whether it is the stock layer, and nobody looks on."""
+    if type(first) is not GELU or first.approximate != "tanh":
         return False
-    whole = first.proj.bias is not None and type(first.proj.weight.data) is torch.Tensor
-    return whole and not _hooked([module, first, first.proj])
+    return is_whole_linear(first.proj) and not hooked([module, first])
 
 
-def _image_stream(attn: Any, x: torch.Tensor, rope: torch.Tensor | None = None) -> Stream:
+def is_whole_linear(layer: Any) -> bool:
+    """Whether it is the stock layer with a bias, with weights of this rank alone, and nobody looks on."""
+    if type(layer) is not nn.Linear or layer.bias is None:
+        return False
+    return type(layer.weight.data) is torch.Tensor and not hooked([layer])
+
+
+def image_stream(attn: Any, x: torch.Tensor, rope: torch.Tensor | None = None) -> Stream:
     return Stream(attn.to_q(x), attn.to_k(x), attn.to_v(x), *_weights(attn.norm_q, attn.norm_k), rope)
 
 
-def _text_stream(attn: Any, x: torch.Tensor, rope: torch.Tensor | None = None) -> Stream:
+def text_stream(attn: Any, x: torch.Tensor, rope: torch.Tensor | None = None) -> Stream:
     weights = _weights(attn.norm_added_q, attn.norm_added_k)
     return Stream(attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x), *weights, rope)
 
@@ -191,7 +198,7 @@ def _weights(norm_q: Any, norm_k: Any) -> tuple[torch.Tensor | None, torch.Tenso
     return (None, None) if norm_q is None else (norm_q.weight, norm_k.weight)
 
 
-def _attend(attn: Any, first: Stream, second: Stream | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(attn: Any, first: Stream, second: Stream | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the joint attention says to each stream, `[B, T, heads * D]`."""
     eps = 1e-6 if attn.norm_q is None else attn.norm_q.eps
     query, key, value = joint_qkv(first, second, head_dim=attn.inner_dim // attn.heads, eps=eps)
@@ -203,7 +210,7 @@ def _attend(attn: Any, first: Stream, second: Stream | None) -> tuple[torch.Tens
     return merged[:, :tokens], merged[:, tokens:]
 
 
-def _output(attn: Any, x: torch.Tensor) -> torch.Tensor:
+def output_projection(attn: Any, x: torch.Tensor) -> torch.Tensor:
     x = contiguous(x)  # outside exact mode a strided matrix would take another path of the library
     for layer in attn.to_out:  # the projection, and a dropout
         x = layer(x)
@@ -223,7 +230,7 @@ def _is_stock_joint_block(module: Any, *tensors: torch.Tensor) -> bool:
         and type(module.norm1_context) is text_norm
         and all(getattr(n, "emb", None) is None for n in (module.norm1, module.norm1_context))
         and all(type(a.processor) is JointAttnProcessor2_0 for a in attentions)
-        and _is_plain([module.norm1, module.norm1_context], norms, attentions, tensors)
+        and is_plain([module.norm1, module.norm1_context], norms, attentions, tensors)
     )
 
 
@@ -235,26 +242,24 @@ def _is_stock_qwen_block(module: Any, *tensors: torch.Tensor) -> bool:
         and type(processor) is QwenDoubleStreamAttnProcessor2_0
         and getattr(processor, "_attention_backend", None) is None
         and getattr(processor, "_parallel_config", None) is None
-        and _is_plain([], norms, [module.attn], tensors)
+        and is_plain([], norms, [module.attn], tensors)
     )
 
 
-def _is_plain(outer: list[Any], norms: list[Any], attentions: list[Any], tensors: tuple[torch.Tensor, ...]) -> bool:
+def is_plain(outer: list[Any], norms: list[Any], attentions: list[Any], tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether nothing that a fused forward passes over has a part of its own to play.
 
     Those are modules that it doesn't call: their hooks would be skipped. And one dtype for all: it has no casts.
     """
     dtypes = {x.dtype for x in tensors}
-    head_norms = [
-        (a, [n for n in (a.norm_q, a.norm_k, a.norm_added_q, a.norm_added_k) if n is not None]) for a in attentions
-    ]
+    head_norms = [(a, [n for name in HEAD_NORMS if (n := getattr(a, name, None)) is not None]) for a in attentions]
     return (
         len(dtypes) == 1
         and dtypes <= set(DTYPES)
         and not torch.is_autocast_enabled(tensors[0].device.type)
         and all(type(n) is nn.LayerNorm and n.weight is None for n in norms)
         and all(_has_stock_head_norms(a, found, tensors[0].dtype) for a, found in head_norms)
-        and not _hooked([*outer, *norms, *attentions, *(n for _, found in head_norms for n in found)])
+        and not hooked([*outer, *norms, *attentions, *(n for _, found in head_norms for n in found)])
     )
 
 
@@ -264,9 +269,9 @@ def _has_stock_head_norms(attn: Any, norms: list[Any], dtype: torch.dtype) -> bo
         return True
     expected = 4 if attn.added_kv_proj_dim is not None else 2
     return len(norms) == expected and all(
-        type(n) is RMSNorm
+        type(n) in (RMSNorm, nn.RMSNorm)
         and n.weight is not None
-        and n.bias is None
+        and getattr(n, "bias", None) is None
         and n.eps == norms[0].eps
         and n.weight.dtype == dtype
         and n.weight.numel() == attn.inner_dim // attn.heads
@@ -274,7 +279,7 @@ def _has_stock_head_norms(attn: Any, norms: list[Any], dtype: torch.dtype) -> bo
     )
 
 
-def _hooked(modules: Iterable[nn.Module]) -> bool:
+def hooked(modules: Iterable[nn.Module]) -> bool:
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or "forward" in vars(m)
         for m in modules

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.copies import copy_
+from rl_kernels.copies import joined, memory_order
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Padding:
             return x
         if self.resumes == x.shape[-2]:
             return x[..., :end, :]
-        return _joined([x[..., :end, :], x[..., self.resumes :, :]], dim=-2)
+        return joined([x[..., :end, :], x[..., self.resumes :, :]], dim=-2)
 
     def restore(self, x: torch.Tensor, end: int) -> torch.Tensor:
         """`keep` undone: zeros where the padding was."""
@@ -50,7 +50,7 @@ class Padding:
         if short == 0:
             return x
         padding = x.new_zeros(()).expand(*x.shape[:-2], short, x.shape[-1])
-        return _joined([x[..., :end, :], padding, x[..., end:, :]], dim=-2)
+        return joined([x[..., :end, :], padding, x[..., end:, :]], dim=-2)
 
 
 @dataclass(frozen=True)
@@ -140,23 +140,7 @@ def attention(
         return attend_true(query, key, value, end)
     parts = [attend_true(_rows(query, rows), _rows(key, rows), _rows(value, rows), end) for end, rows in groups.items()]
     order = [row for of_length in groups.values() for row in of_length]
-    return _rows(_joined(parts, dim=0), sorted(range(len(order)), key=order.__getitem__))
-
-
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The parts behind each other, in the memory order of the first. `torch.cat` goes through strided parts element by
-    element, at a fifth of the memory's speed; so that is for autograd alone."""
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return torch.cat(list(parts), dim)
-    first = parts[0]
-    shape = list(first.shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    joined = torch.empty_permuted(shape, _memory_order(first), dtype=first.dtype, device=first.device)
-    start = 0
-    for part in parts:
-        copy_(joined.narrow(dim, start, part.shape[dim]), part)
-        start += part.shape[dim]
-    return joined
+    return _rows(joined(parts, dim=0), sorted(range(len(order)), key=order.__getitem__))
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -164,14 +148,9 @@ def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     start, end = rows[0], rows[-1] + 1
     if list(rows) == list(range(start, end)):
         return x[start:end]
-    order = _memory_order(x)
+    order = memory_order(x)
     chosen = x.permute(order).index_select(order.index(0), _indices(tuple(rows), x.device))
     return chosen.permute(sorted(range(x.dim()), key=order.__getitem__))
-
-
-def _memory_order(x: torch.Tensor) -> list[int]:
-    """The dimensions of x, those with the longest strides first."""
-    return sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
 
 
 def _padding(

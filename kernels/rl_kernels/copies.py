@@ -6,6 +6,8 @@ Where all pieces are multiples of 16 bytes, they are copied as elements of that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 WIDE = torch.complex128  # torch's largest element, 16 bytes; a copy doesn't look into it
@@ -25,6 +27,27 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     else:
         target.copy_(source)
     return target
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The parts behind each other, in the memory order of the first. `torch.cat` goes through strided parts element by
+    element, at a fifth of the memory's speed; so that is for autograd alone."""
+    if any(_of_autograd(part) for part in parts):
+        return torch.cat(list(parts), dim)
+    first = parts[0]
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    whole = torch.empty_permuted(shape, memory_order(first), dtype=first.dtype, device=first.device)
+    start = 0
+    for part in parts:
+        copy_(whole.narrow(dim, start, part.shape[dim]), part)
+        start += part.shape[dim]
+    return whole
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dimensions of x, those with the longest strides first."""
+    return sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
 
 
 def _of_autograd(x: torch.Tensor) -> bool:
