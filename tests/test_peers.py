@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,35 @@ def test_each_rank_receives_what_collectives_bring(
                     assert a.shape == b.shape
                     assert torch.equal(a, b)
     assert all(a.stride() == b.stride() for a, b in zip(found[0], expected[0], strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_a_rank_that_leaves_a_meeting_comes_to_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.jit import exchange as jit
+
+    clock = itertools.count()
+    monkeypatch.setattr(jit, "globaltimer", lambda: next(clock))
+    flags = torch.zeros(2, 2, dtype=torch.int32)
+    addresses = torch.tensor([of_rank.data_ptr() for of_rank in flags])
+    turns, stop = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+
+    def meet(other: int) -> tuple[list[int], bool]:
+        """Rank 0, where rank 1 has come to that turn: what it has told both, and whether it has left."""
+        flags[0, 1] = other
+        jit.meet[(1,)](addresses, turns, stop, 0, 3, SIZE=2)
+        return flags[:, 0].tolist(), bool(stop[1])
+
+    assert meet(1) == ([1, 1], False)
+    assert meet(3) == ([2, 2], False)  # the other one is ahead
+    last = 2**31 - 1
+    turns[0] = last - 1
+    assert meet(last) == ([last, last], False)
+    assert meet(-last - 1) == ([-last - 1] * 2, False)  # they wrap around, and so did the other one
+    turns[0] = last
+    assert meet(last) == ([-last - 1] * 2, True)  # the other one hasn't come there
+    asked = next(clock)
+    assert meet(last) == ([-last - 1] * 2, True)
+    assert next(clock) == asked + 1  # it has waited for nobody
 
 
 def test_ranks_tell_each_other_what_json_can_carry_and_agree_on_an_obstacle() -> None:

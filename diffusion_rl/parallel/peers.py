@@ -127,7 +127,7 @@ class CudaMemory:
         self._buffers: dict[str, _Shared] = {}
         self._outgrown: list[_Shared] = []
         self._stop = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-        self._turns = torch.zeros(1, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         self._flags = _Shared(group, device, GRAIN)
         self._flags.own.zero_()
         agreed(group, device, "")  # nobody says that it has come before all flags are zero

@@ -74,9 +74,9 @@ def push_tokens(x: torch.Tensor, ranks: torch.Tensor, streams: Streams, *, rank:
 def meet(flags: torch.Tensor, turns: torch.Tensor, stop: torch.Tensor, *, rank: int, timeout_s: float) -> None:
     """What every rank launched before it is done, and seen by what this rank launches after it.
 
-    flags `[size]`: addresses of each rank's `[size]` int32, zero at the start; turns int32 `[1]` on this device, zero
+    flags `[size]`: addresses of each rank's `[size]` int32, zero at the start; turns int32 `[2]` on this device, zero
     at the start; stop int32 `[2]`, pinned: another thread sets the first to let this rank go; it then finds the second
-    set, as after `timeout_s`.
+    set, as after `timeout_s`. Later meetings end at once then, and the other ranks wait for this one in vain.
     """
     from rl_kernels.jit.exchange import meet as kernel
 

@@ -113,10 +113,19 @@ def meet(
 ) -> None:
     """One program: says to every rank that this one has come, and waits until all have.
 
-    flags `[SIZE]`: addresses of each rank's flags, int32 `[SIZE]`, at r the turns that rank r has come to. turns
-    int32 `[1]`: this rank's. stop int32 `[2]`, host memory: whoever sets the first lets this rank go at once; the
-    second is set here if it left without the others, as it does after `timeout_ns`.
+    flags `[SIZE]`: addresses of each rank's flags, int32 `[SIZE]`, at r the turn that rank r has come to. turns
+    int32 `[2]`: this rank's turn, and whether it has left one without the others, as it does after `timeout_ns`. Then
+    it comes to none any more: it waits for nobody, and the others notice. stop int32 `[2]`, host memory: whoever sets
+    the first lets this rank leave at once; the second is set here if it has left.
     """
+    if tl.load(turns + 1) == 0:
+        _meet(flags, turns, stop, rank, timeout_ns, SIZE)
+
+
+@triton.jit
+def _meet(
+    flags: tl.tensor, turns: tl.tensor, stop: tl.tensor, rank: tl.tensor, timeout_ns: tl.tensor, SIZE: tl.constexpr
+) -> None:
     turn = tl.load(turns) + 1
     for other in range(SIZE):
         there = tl.load(flags + other).to(turns.dtype)
@@ -126,13 +135,14 @@ def meet(
     for other in range(SIZE):
         seen = tl.atomic_add(own + other, 0, sem="acquire", scope="sys")
         polls = 0
-        while seen < turn:
+        while turn - seen > 0:  # turns wrap around
             seen = tl.atomic_add(own + other, 0, sem="acquire", scope="sys")
             polls += 1
             if polls == POLLS:
                 polls = 0
                 stopped = tl.load(stop, volatile=True)
                 if (stopped != 0) | (globaltimer() - began > timeout_ns):
+                    tl.store(turns + 1, 1)
                     tl.store(stop + 1, 1)
                     seen = turn
     tl.store(turns, turn)
