@@ -73,6 +73,10 @@ class RankGroup:
         self.traffic.count(given.nbytes * (self.size - 1))
         return gathered.to(x.device)
 
+    def all_can(self, able: bool, device: torch.device) -> bool:
+        """Whether every rank is able; a collective of tensors on that device."""
+        return bool(self.all_gather(torch.tensor([able], dtype=torch.uint8, device=device)).all())
+
     def abort(self) -> None:
         """Ends a collective that waits for a rank that is gone, if the backend can, and the group with it; callable
         from any thread, and again."""

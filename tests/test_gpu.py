@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 from equality import assert_same_bits
-from tiny_models import flux_pipeline, qwen_image_pipeline, save, sd3_pipeline, wan_pipeline, z_image_pipeline
+from tiny_models import (
+    a_picture,
+    flux_pipeline,
+    qwen_image_edit_pipeline,
+    qwen_image_edit_plus_pipeline,
+    qwen_image_pipeline,
+    save,
+    sd3_pipeline,
+    wan_pipeline,
+    z_image_pipeline,
+)
 
 from diffusion_rl import RolloutPipeline
 from diffusion_rl.config import EngineConfig, ParallelConfig
@@ -43,10 +53,13 @@ def wan_two(dtype: torch.dtype) -> Any:
 
 
 def fields_for(build: Any) -> dict[str, Any]:
-    return {**FULL, "num_frames": 5, "max_sequence_length": 24} if build is wan_two else FULL
+    if build is wan_two:
+        return {**FULL, "num_frames": 5, "max_sequence_length": 24}
+    return {**FULL, "image": a_picture(64, 64)} if build in EDITING else FULL
 
 
-BUILDS = [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline, wan_two]
+EDITING = [qwen_image_edit_pipeline, qwen_image_edit_plus_pipeline]
+BUILDS = [sd3_pipeline, qwen_image_pipeline, z_image_pipeline, flux_pipeline, wan_two, *EDITING]
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from interpreter import passed_in_interpreter
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.parallel.exchange import Collectives, Exchange
 from diffusion_rl.parallel.peers import PeerExchange, agreed, exchanged
 from diffusion_rl.parallel.shards import Shards, Stream
@@ -155,6 +159,42 @@ def test_a_rank_that_leaves_a_meeting_comes_to_none_any_more(monkeypatch: pytest
     asked = next(clock)
     assert meet(last) == ([-last - 1] * 2, True)
     assert next(clock) == asked + 1  # it has waited for nobody
+
+
+class OnCpu:
+    """As a `GraphPool`: what it captures is called when it is replayed. Of rank `failing` nothing can be captured."""
+
+    def __init__(self, rank: int, failing: int | None) -> None:
+        self._fails = rank == failing
+
+    def capture(self, call: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        result = call()
+        if self._fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return SimpleNamespace(replay=lambda: result.copy_(call())), result
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_ranks_capture_a_shared_call_together_or_not_at_all(
+    failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def of_rank(group: RankGroup) -> tuple[int, int, int]:
+        graphs, calls = CudaGraphs(group=group), itertools.count(1)
+        graphs._pool = OnCpu(group.rank, failing)  # type: ignore[assignment]
+
+        def call(inputs: dict[str, Any]) -> torch.Tensor:
+            next(calls)
+            return group.all_gather(inputs["x"]).sum(0)
+
+        for step in range(4):
+            found = graphs._run(("key",), call, {"x": torch.full((2,), group.rank + step)})
+            assert found.tolist() == [1 + 2 * step] * 2
+        return graphs.captured, graphs.replayed, next(calls) - 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(of_rank, groups(2))) == [(1, 3, 5) if failing is None else (0, 0, 5)] * 2
 
 
 def test_ranks_tell_each_other_what_json_can_carry_and_agree_on_an_obstacle() -> None:

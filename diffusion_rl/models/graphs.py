@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion_rl.models.runner import eager
-from engine_control.groups import Traffic
+from engine_control.groups import RankGroup, Traffic
 from rl_kernels import AttentionPlan
 from rl_kernels.graph_pool import GraphPool
 
@@ -51,19 +51,23 @@ class _Captured:
 class CudaGraphs:
     """A runner that captures a forward the second time that its shapes come, and keeps the `MAX_GRAPHS` used last.
 
-    What can't be captured, or is too large to gain by it, runs eagerly. `run` does so with any other call.
+    What can't be captured, or is too large to gain by it, runs eagerly. `run` does so with any other call. Ranks that
+    compute a call together capture it together or not at all: a graph writes to the others' memory where it lay then,
+    and a call that is captured runs more often than one that isn't.
     """
 
     def __init__(
-        self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS, traffic: Traffic | None = None
+        self, *, max_tokens: int = MAX_TOKENS, max_graphs: int = MAX_GRAPHS, group: RankGroup | None = None
     ) -> None:
-        """traffic: the account of what a call sends to other ranks, which a replay doesn't keep by itself."""
+        """group: the ranks that compute a call together, if it is more than one. A replay doesn't keep the account of
+        what the call sends to them by itself."""
         self.captured = 0
         self.replayed = 0
         self.variant: str | None = None  # the adapter that is in force, whose hooks a graph holds too
         self._max_tokens = max_tokens
         self._max_graphs = max_graphs
-        self._traffic = traffic or Traffic()
+        self._group = group
+        self._traffic = Traffic() if group is None else group.traffic
         self._graphs: OrderedDict[GraphKey, _Captured | None] = OrderedDict()
         self._seen: OrderedDict[GraphKey, None] = OrderedDict()
         self._pool: GraphPool | None = None
@@ -114,7 +118,7 @@ class CudaGraphs:
             self._seen.popitem(last=False)
 
     def _capture(self, call: Call, inputs: dict[str, Any]) -> _Captured | None:
-        """The graph of this call; None if it does something that no graph can hold."""
+        """The graph of this call; None if it does something that no graph can hold, here or on another rank."""
         arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
         before = replace(self._traffic)
 
@@ -125,16 +129,22 @@ class CudaGraphs:
 
         if self._pool is None:
             self._pool = GraphPool(_tensors(arguments)[0].device)
+        captured = None
         try:
-            graph, result = self._pool.capture(counted)
+            captured = self._pool.capture(counted)
         except RuntimeError:
             logger.warning("a call can't be captured as a CUDA graph; it runs eagerly", exc_info=True)
             torch.cuda.synchronize()
-            return None
         finally:
             sent = self._traffic.take_back(before)  # of the last call, which was only written down
+        if not self._all_can(captured is not None, _tensors(arguments)[0].device) or captured is None:
+            return None
         self.captured += 1
+        graph, result = captured
         return _Captured(graph, _tensors(arguments), result, sent)
+
+    def _all_can(self, able: bool, device: torch.device) -> bool:
+        return able if self._group is None else self._group.all_can(able, device)
 
 
 def _key(plan: AttentionPlan, inputs: dict[str, Any]) -> GraphKey:

@@ -13,6 +13,7 @@ from diffusion_rl.models.offload import offload_of
 from diffusion_rl.models.runner import eager
 from diffusion_rl.parallel.arrangement import Arrangement
 from diffusion_rl.rollout.certification import SAMPLES, part_of, probe_batches
+from engine_control.groups import RankGroup
 from rl_kernels.certify import Exactness, Verdict
 
 RUNS = 3  # of a probed shape: eager, captured, replayed
@@ -44,8 +45,11 @@ def choose_runner(
 
 def _graphs(arrangement: Arrangement) -> CudaGraphs:
     """For forwards of which each rank has its share of the tokens."""
-    traffic = None if arrangement.sequence is None else arrangement.sequence.exchange.group.traffic
-    return CudaGraphs(max_tokens=MAX_TOKENS * arrangement.sharing, traffic=traffic)
+    return CudaGraphs(max_tokens=MAX_TOKENS * arrangement.sharing, group=_sharers(arrangement))
+
+
+def _sharers(arrangement: Arrangement) -> RankGroup | None:
+    return None if arrangement.sequence is None else arrangement.sequence.exchange.group
 
 
 @torch.no_grad()
@@ -67,4 +71,7 @@ def _graphs_equal_eager(family: ModelFamily, arrangement: Arrangement) -> Verdic
             failures.append(f"CUDA graph: {count} samples")
         elif graphs.replayed == 0:
             failures.append("CUDA graph: the forward can't be captured")
+    group = _sharers(arrangement)
+    if group is not None and not group.all_can(not failures, family.device):  # one alone would call more often
+        failures.append("CUDA graph: another rank has no use of it")
     return Verdict(name, "eager", tried, failures[0]) if failures else Verdict(name, "CUDA graph", tried)
