@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,11 +18,13 @@ import torch
 from interpreter import passed_in_interpreter
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from diffusion_rl import RolloutPipeline
+from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.models.graphs import CudaGraphs
 from diffusion_rl.parallel.exchange import Collectives, Exchange
 from diffusion_rl.parallel.peers import PeerExchange, agreed, exchanged
 from diffusion_rl.parallel.shards import Shards, Stream
-from engine_control.errors import EngineFaultError
+from engine_control.errors import EngineDiedError, EngineFaultError
 from engine_control.groups import RankGroup
 from rl_kernels import exchange as kernels
 from rl_kernels.fused import triton_is_installed
@@ -195,6 +199,40 @@ def test_ranks_capture_a_shared_call_together_or_not_at_all(
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(of_rank, groups(2))) == [(1, 3, 5) if failing is None else (0, 0, 5)] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (signal.SIGKILL, "rank 1 of the engine was killed by SIGKILL"),
+        (signal.SIGSTOP, "a rank did not come to an exchange"),  # nobody hears of it but by the time-out
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_rank_that_ends_or_stands_still_amid_exchanges_ends_the_engine_in_time(
+    sent: signal.Signals, said: str, cuda_graphs: bool
+) -> None:
+    parallel = ParallelConfig(sp_degree=2, collective_timeout_s=20)
+    config = EngineConfig("embedded", device="cuda", parallel=parallel, cuda_graphs=cuda_graphs)
+    began = 0.0
+    with RolloutPipeline.from_config(config) as ranks:
+        arrangement = ranks.engine.ranks.arrangement
+        assert arrangement.sequence is not None
+        assert isinstance(arrangement.sequence.exchange, PeerExchange)
+        follower = ranks.engine.ranks.describe()[1]["process_id"]
+        assert isinstance(follower, int)
+
+        def strike(done: int, total: int) -> None:
+            nonlocal began
+            if done == 5:
+                began = time.monotonic()
+                os.kill(follower, sent)
+
+        with pytest.raises(EngineDiedError, match=said):
+            ranks("cat", seed=1, num_inference_steps=200, progress=strike)
+    assert time.monotonic() - began < 2 * parallel.collective_timeout_s
 
 
 def test_ranks_tell_each_other_what_json_can_carry_and_agree_on_an_obstacle() -> None:
