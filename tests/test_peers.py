@@ -165,6 +165,25 @@ def test_a_rank_that_leaves_a_meeting_comes_to_none_any_more(monkeypatch: pytest
     assert next(clock) == asked + 1  # it has waited for nobody
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_ranks_meet_before_a_buffer_is_written_again() -> None:
+    memory = ThreadMemory(Place(1), groups(1)[0])
+    buffer, events = memory.buffer, list[str]()
+
+    def found(name: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        given = buffer(name, nbytes)
+        events[-1:] = [name]  # finding it is a meeting of threads, not of ranks
+        return given
+
+    memory.buffer, memory.meet = found, lambda: events.append("meet")  # type: ignore[method-assign]
+    exchange, shards = PeerExchange(memory), Shards(6, 2, True, 1)
+    x = torch.zeros(1, 2, 8, 16)
+    for _ in range(2):
+        attended = exchange.to_heads((x,), shards, ("text", "image"))[0]
+    exchange.to_tokens(attended, shards, ("text", "image"))
+    assert events == ["heads", "meet", "meet", "heads", "meet", "tokens", "meet"]
+
+
 class OnCpu:
     """As a `GraphPool`: what it captures is called when it is replayed. Of rank `failing` nothing can be captured."""
 

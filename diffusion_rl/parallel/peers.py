@@ -60,6 +60,7 @@ class PeerExchange:
     def __init__(self, memory: Memory) -> None:
         self.group = memory.group
         self._memory = memory
+        self._last = ""  # buffer that was written
 
     def to_heads(self, tensors: tuple[torch.Tensor, ...], shards: Shards, streams: Streams) -> torch.Tensor:
         lying, like = _lying(shards, streams), tensors[0]
@@ -99,7 +100,10 @@ class PeerExchange:
         self._memory.abort()
 
     def _room(self, name: str, like: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's buffer of that name as a tensor, and the addresses of all."""
+        """This rank's buffer of that name as a tensor, and the addresses of all. It may be written at once."""
+        if name == self._last:
+            self._memory.meet()  # no call of another kind has let the ranks meet since they began to read it
+        self._last = name
         nbytes = like.element_size()
         for length in shape:
             nbytes *= length
