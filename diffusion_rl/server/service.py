@@ -64,14 +64,13 @@ class RolloutService(EngineService):
             InvalidRequestError: naming the field.
         """
         self.check_ready()
+        most_pictures = self.supervisor.description["most_pictures"] or 1  # a model that takes none says so by itself
         return parse_rollout_request(
             load_json(body),
             limits=self.engine_config.limits,
             step_kinds=self.supervisor.description["step_kinds"],
             lenient=self.config.lenient_fields,
-            most_pictures=max(
-                1, self.supervisor.description["most_pictures"]
-            ),  # of a model with none it says so itself
+            most_pictures=most_pictures,
         )
 
     async def roll_out(self, request: ParsedRequest, wire: Wire) -> EncodedBody:
