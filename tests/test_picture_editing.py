@@ -27,6 +27,7 @@ from tiny_models import (
     save,
     sd3_pipeline,
 )
+from torch.nn.utils.rnn import pad_sequence
 from typer.testing import CliRunner
 
 from diffusion_rl import RolloutPipeline
@@ -34,7 +35,9 @@ from diffusion_rl.cli import app
 from diffusion_rl.condition_images import load_images, load_wire_images
 from diffusion_rl.config import EngineConfig, ParallelConfig
 from diffusion_rl.params import params_from_mapping
+from diffusion_rl.rollout.replay import replay_step
 from diffusion_rl.sample import RolloutSample
+from diffusion_rl.trainer import exact_training
 from engine_control.errors import InvalidRequestError, LimitExceededError
 
 Fields = dict[str, Any]
@@ -118,6 +121,29 @@ def test_samples_of_other_shapes_are_not_replayed_together(pipeline: RolloutPipe
     wide, tall = (pipeline("cat", image=picture, **fields)[0] for picture in (WIDE, TALL))
     with pytest.raises(InvalidRequestError, match="pictures' sizes"):
         pipeline.replay([wide, tall])
+
+
+def test_a_trainers_own_call_of_what_the_environment_says_has_the_rollouts_velocity(pipeline: RolloutPipeline) -> None:
+    samples = pipeline(["make it red", "cat"], image=WIDE, seed=6, **FULL)
+    family, envs = pipeline.engine.family, [sample.denoising_env for sample in samples]
+    trajectories: list[Any] = [sample.dit_trajectory for sample in samples]
+    prompts: list[Any] = [env.pos_cond_kwargs for env in envs if env is not None]
+    pictures: list[Any] = [env.image_kwargs["image_latents"] for env in envs if env is not None]
+    noisy = torch.stack([trajectory.latents[1] for trajectory in trajectories]).bfloat16()
+    with torch.no_grad(), exact_training(pipeline.transformer, family):
+        output = pipeline.transformer(
+            hidden_states=torch.cat([noisy, torch.stack(pictures)], dim=1),
+            timestep=torch.stack([trajectory.timesteps[1] for trajectory in trajectories]).bfloat16() / 1000,
+            encoder_hidden_states=pad_sequence([p["encoder_hidden_states"] for p in prompts], batch_first=True),
+            encoder_hidden_states_mask=pad_sequence(
+                [p["encoder_hidden_states_mask"] for p in prompts], batch_first=True
+            ),
+            img_shapes=[p["img_shapes"] for p in prompts],
+            return_dict=False,
+        )[0]
+        expected = replay_step(family, samples, 1)
+    assert torch.equal(expected.log_probs, torch.stack([s.rollout_log_probs[1] for s in samples]))  # type: ignore[index]
+    assert torch.equal(output[:, : noisy.shape[1]].float(), expected.model_outputs.float())
 
 
 def test_ids_and_embeddings_have_the_bits_of_their_text(pipeline: RolloutPipeline) -> None:
