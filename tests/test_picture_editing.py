@@ -124,7 +124,7 @@ def test_samples_of_other_shapes_are_not_replayed_together(pipeline: RolloutPipe
 
 
 def test_a_trainers_own_call_of_what_the_environment_says_has_the_rollouts_velocity(pipeline: RolloutPipeline) -> None:
-    samples = pipeline(["make it red", "cat"], image=WIDE, seed=6, **FULL)
+    samples = pipeline(["make it red", "cat"], image=WIDE, seed=6, height=64, width=64, **FULL)
     family, envs = pipeline.engine.family, [sample.denoising_env for sample in samples]
     trajectories: list[Any] = [sample.dit_trajectory for sample in samples]
     prompts: list[Any] = [env.pos_cond_kwargs for env in envs if env is not None]
