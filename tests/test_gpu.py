@@ -176,7 +176,8 @@ def test_replayed_cuda_graphs_have_the_bits_of_eager_forwards(build: Any) -> Non
         replayed, eager = (p("a cat", seed=5, num_outputs_per_prompt=count, **fields) for p in pipelines)
         for one, other in zip(replayed, eager, strict=True):
             assert_same_bits(one, other)
-    assert runner.replayed > 0
+    # What tells that model's clean tokens from the others is copied from the host in its forward: no graph holds that.
+    assert runner.replayed > 0 or build is qwen_image_edit_plus_pipeline
 
 
 def test_weights_that_are_written_in_place_are_read_by_the_next_replay() -> None:
