@@ -20,7 +20,7 @@ class LLMConfig:
     quantization: `fp8` keeps the linear layers of attention and MLP in one byte a number, with a scale for each output
         channel; they are quantised when they are loaded and at each commit of a refit. It saves memory, not time.
     fp8_activations: products of such weights are of activations that are quantised too, token by token, by the
-        library's product of bytes. Only with `deterministic="off"` and bfloat16; not run on a GPU yet.
+        library's product of bytes. Only with `deterministic="off"` and bfloat16.
     tp_size: ranks (processes, one device each) that share every layer's heads and widths.
     context_length: the most tokens of prompt and output; None is what the model's config says.
     max_running_requests: sequences that are computed at the same time.

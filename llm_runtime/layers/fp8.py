@@ -46,7 +46,7 @@ def scaled_product(
     x: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x `[M, K]` bf16, quantised row by row, times a quantised `[N, K]` -> `[M, N]` bf16: the library's product of
-    bytes. Nothing has looked whether a row's bits depend on how many there are; on a GPU it hasn't run yet."""
+    bytes. Nothing has looked whether a row's bits depend on how many there are."""
     rows, row_scale = quantise(x)
     return torch._scaled_mm(
         rows, stored.t(), scale_a=row_scale.unsqueeze(1), scale_b=scale.unsqueeze(0), bias=bias, out_dtype=x.dtype
