@@ -175,7 +175,7 @@ class _Shared:
         handle: dict[str, Any] = {}
         reason = ""
         try:
-            buffer = CudaBuffer(nbytes, device, group.size)
+            buffer = CudaBuffer(nbytes, device, group.size - 1)  # an export that nobody opens is never given back
             self.own, handle = buffer.bytes, buffer.handle
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -184,8 +184,8 @@ class _Shared:
         here = {"device_uuid": device.index}  # it is mapped for this rank's device, wherever it lies
         try:
             for rank, other in enumerate(handles):
-                own = rank == group.rank
-                self._mapped.append(self.own if own else open_buffer(other | here, group.rank, device))
+                own, place = rank == group.rank, group.rank - (group.rank > rank)  # among those that `rank` exports to
+                self._mapped.append(self.own if own else open_buffer(other | here, place, device))
         except EngineError as error:
             reason = str(error)
         agreed(group, device, reason)
