@@ -26,6 +26,7 @@ from tiny_models import (
 )
 
 from diffusion_rl import RolloutPipeline
+from diffusion_rl.config import EngineConfig
 from diffusion_rl.models import families, family_for, load_family
 from diffusion_rl.models.qwen_image_edit_plus import QwenImageEditPlusFamily
 from diffusion_rl.params import params_from_mapping
@@ -376,3 +377,17 @@ def test_a_model_path_that_is_no_model_is_refused(path: str) -> None:
 def test_a_folder_without_a_pipeline_is_refused(tmp_path: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"model_index\.json"):
         RolloutPipeline.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_damaged_file_of_a_checkpoint_is_named(dtype: str, tmp_path: Any) -> None:
+    folder = save(sd3_pipeline(), tmp_path / "model")
+    file, index = folder / "transformer/diffusion_pytorch_model.safetensors", folder / "model_index.json"
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"\xff" * 100, b""):
+        file.write_bytes(damaged)
+        with pytest.raises(InvalidRequestError, match=r"transformer/diffusion_.*no whole safetensors file"):
+            RolloutPipeline.from_config(EngineConfig(str(folder), dtype=dtype))  # type: ignore[arg-type]
+    index.write_text(index.read_text()[:-20])
+    with pytest.raises(InvalidRequestError, match=r"model_index\.json.*is no JSON"):
+        RolloutPipeline.from_config(EngineConfig(str(folder), dtype=dtype))  # type: ignore[arg-type]

@@ -12,11 +12,12 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import is_accelerate_available
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine_control.errors import InvalidRequestError
 
 EMBEDDED = "embedded"
+WRITE_AGAIN = "Write or download it again."
 DTYPE = "dtype" if tuple(map(int, diffusers.__version__.split(".")[:2])) >= (0, 42) else "torch_dtype"  # its older name
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -27,7 +28,7 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
     Components that the checkpoint leaves out (an SD3 without T5) stay None.
 
     Raises:
-        InvalidRequestError: the folder is missing or is no diffusers pipeline.
+        InvalidRequestError: the folder is missing, is no diffusers pipeline, or has a damaged file.
     """
     if model_path == EMBEDDED:
         from diffusion_rl.assets import embedded_model_path
@@ -41,12 +42,16 @@ def load_pipeline(model_path: str, dtype: torch.dtype | None = None) -> tuple[An
     index = folder / "model_index.json"
     if not index.is_file():
         raise _bad_path(model_path, "it holds no model_index.json, so it is no diffusers pipeline")
-    found = json.loads(index.read_text())
+    try:
+        found = json.loads(index.read_text())
+    except ValueError as error:
+        raise _bad_path(str(index), f"it is no JSON ({error})", WRITE_AGAIN) from error
     return _load(folder, dtype, {**_absent_components(found), **_processor(folder, found)}), folder
 
 
 def _load(folder: Path, dtype: torch.dtype | None, given: dict[str, Any]) -> Any:
-    path, dtypes = str(folder), stored_dtypes(folder) if dtype is None else dtype  # with None diffusers takes fp32
+    path, stored = str(folder), stored_dtypes(folder)  # which finds damaged files, too
+    dtypes = stored if dtype is None else dtype  # with None diffusers takes fp32
     try:  # None: only for modules that keep parts in fp32, which diffusers can't load otherwise
         pipeline = DiffusionPipeline.from_pretrained(path, low_cpu_mem_usage=None, **{DTYPE: dtypes}, **given)
     except NameError as error:  # diffusers then goes on to use what it could not import
@@ -69,21 +74,33 @@ def _cast(pipeline: Any, dtype: torch.dtype) -> None:
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtype that most of each component's numbers are stored in, by its name in the pipeline, and `default`, fp32,
-    for all else. Files of a variant (`.fp16.`) aren't loaded, and don't count."""
+    for all else. Files of a variant (`.fp16.`) aren't loaded, and don't count.
+
+    Raises:
+        InvalidRequestError: a file is cut short, or no safetensors file at all.
+    """
     found = {"default": torch.float32}
     for component in sorted(path for path in folder.iterdir() if path.is_dir()):
         counts: Counter[torch.dtype] = Counter()
         for file in component.glob("*.safetensors"):
             if "." in file.stem:
                 continue
-            with safe_open(file, framework="pt") as tensors:
-                slices = (tensors.get_slice(name) for name in tensors.keys())  # noqa: SIM118
-                for one in slices:
-                    if (dtype := STORED.get(one.get_dtype())) is not None:
-                        counts[dtype] += math.prod(one.get_shape())
+            try:
+                counts += _numbers_by_dtype(file)
+            except SafetensorError as error:
+                raise _bad_path(str(file), f"it is no whole safetensors file ({error})", WRITE_AGAIN) from error
         if counts:
             found[component.name] = counts.most_common(1)[0][0]
     return found
+
+
+def _numbers_by_dtype(file: Path) -> Counter[torch.dtype]:
+    counts: Counter[torch.dtype] = Counter()
+    with safe_open(file, framework="pt") as tensors:
+        for one in (tensors.get_slice(name) for name in tensors.keys()):  # noqa: SIM118
+            if (dtype := STORED.get(one.get_dtype())) is not None:
+                counts[dtype] += math.prod(one.get_shape())
+    return counts
 
 
 def _from_hub(model_id: str, dtype: torch.dtype | None) -> Any:
