@@ -7,7 +7,6 @@ everywhere: without kernels their fused norms are computed by the twins.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_for_hopper
 from diffusers import AutoencoderKL
 from diffusers.models.resnet import ResnetBlock2D
 from interpreter import passed_in_interpreter
@@ -26,7 +26,7 @@ from diffusion_rl.models.decoder import Decoding, fused_decoder, norms_of, wrong
 from rl_kernels import reference
 from rl_kernels.channel_norm import channel_norm
 from rl_kernels.channels import laid_out
-from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
+from rl_kernels.fused import interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.group_norm import group_norm
 from rl_kernels.replacing import replaced_forwards
 
@@ -198,26 +198,14 @@ def configurations() -> Iterator[tuple[str, str, dict[str, Any], int]]:
 def test_a_kernel_compiles_to_whole_vector_accesses_of_pictures_without_spills_or_fused_multiply_adds(
     file: str, name: str, constants: dict[str, Any], elements: int
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    def kind_of(argument: str) -> str:
+        return "*bf16" if argument in ("x", "out", "gamma", "bias") else "*fp32"
 
-    kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
-    signature, attributes = {}, {}
-    for position, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in kernel.do_not_specialize:
-            signature[argument] = "i32"
-        else:
-            signature[argument] = "*bf16" if argument in ("x", "out", "gamma", "bias") else "*fp32"
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps_for(elements), **COMPILED}
-    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    found = compiled_for_hopper(file, name, kind_of, constants, num_warps=warps_for(elements))
+    assembly = found.asm["ptx"]
     a_thread = elements // (32 * warps_for(elements)) // 8  # vectors of eight
     assert assembly.count("ld.global.v4.b32") >= a_thread
-    if "out" in signature:
+    if "out" in found.src.signature:
         assert assembly.count("st.global.v4.b32") == a_thread
     assert not re.search(r"\bfma\.", assembly)
     assert ".local" not in assembly

@@ -7,7 +7,6 @@ they are compiled for a GPU, which needs none. Without Triton only what is refus
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_for_hopper
 from interpreter import passed_in_interpreter
 
 import rl_kernels.certify_grouped as certify
@@ -24,7 +24,7 @@ from llm_runtime.layers.moe import ExpertParts, SparseMLP, group_experts
 from llm_runtime.models.base import ModelConfig, OneRank
 from rl_kernels import reference
 from rl_kernels.certify_grouped import ExpertShape, certify_grouped
-from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed
+from rl_kernels.fused import interpreted_kernels, triton_is_installed
 from rl_kernels.grouped_linear import FP8, TILES, ExpertMatrices, gated_grouped_linear, grouped_linear
 from rl_kernels.linear import fixed_tiles
 from rl_kernels.mode import Choices
@@ -241,22 +241,8 @@ KINDS = {"order": "*i32", "counts": "*i32", "experts": "*i32", "scales": "*fp32"
 
 def compiled(file: str, name: str, kinds: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
     """A kernel compiled for a Hopper GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
-    signature, attributes = {}, {}
-    for position, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in kernel.do_not_specialize:
-            signature[argument] = "i32"
-        else:
-            signature[argument] = {**KINDS, **kinds}.get(argument, kinds["x"])
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **COMPILED})
+    known = {**KINDS, **kinds}
+    return compiled_for_hopper(file, name, lambda argument: known.get(argument, kinds["x"]), constants, **options)
 
 
 @compiles

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_for_hopper
 from interpreter import passed_in_interpreter
 from llm_operations import ROWS, Conversations, Memory, Projections, cuts, dense, rowwise, whole
 
@@ -28,7 +29,7 @@ import rl_kernels.paged_launch as paged_launch
 from rl_kernels.certify_paged import UNIFORM, certify_paged_attention
 from rl_kernels.decode_rows import advance_rows, place_rows
 from rl_kernels.draw_tokens import draw_tokens
-from rl_kernels.fused import COMPILED, interpreted_kernels, triton_is_installed, warps_for
+from rl_kernels.fused import interpreted_kernels, triton_is_installed, warps_for
 from rl_kernels.gumbel_argmax import gumbel_argmax
 from rl_kernels.log_softmax_gather import gather_log_probs, row_log_softmax
 from rl_kernels.paged_attention import PagedPlan, paged_attention
@@ -412,25 +413,10 @@ LOGARITHMS = (*IN_FP32, "draw_tokens")
 
 def compiled_alone(file: str, name: str, dtype: str, constants: dict[str, Any], **options: int) -> Any:
     """A kernel compiled for a Hopper GPU, with pointers to that dtype unless its argument's name says otherwise."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(f"rl_kernels.jit.{file}"), name)
     kinds = {**INTEGERS, **dict.fromkeys(FP32, "*fp32")}
     if file in (*LOGARITHMS, "decode_rows"):
         kinds["keys"] = "*i64"
-    signature, attributes = {}, {}
-    for position, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in kernel.do_not_specialize:
-            signature[argument] = "i32"
-        else:
-            signature[argument] = kinds.get(argument, f"*{dtype}")
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, **COMPILED})
+    return compiled_for_hopper(file, name, lambda argument: kinds.get(argument, f"*{dtype}"), constants, **options)
 
 
 def spilled(found: Any, folder: Path) -> int:

@@ -6,7 +6,6 @@ in a process of its own; and they are compiled for a GPU, which needs none. All 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_kernels import compiled_for_hopper
 from interpreter import passed_in_interpreter
 
 from rl_kernels import reference
-from rl_kernels.fused import COMPILED, block_of, interpreted_kernels, readable, triton_is_installed, units, warps_for
+from rl_kernels.fused import block_of, interpreted_kernels, readable, triton_is_installed, units, warps_for
 from rl_kernels.gated_residual import gated_residual, gated_residual_norm
 from rl_kernels.joint_qkv import Stream, joint_qkv
 from rl_kernels.modulated_norm import modulated_norm, modulated_norm_pair
@@ -222,23 +222,10 @@ def configurations() -> list[tuple[str, dict[str, Any], int]]:
 def test_a_kernel_compiles_to_whole_vector_loads_without_spills_or_fused_multiply_adds(
     name: str, constants: dict[str, Any], warps: int, dtype: str
 ) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    def kind_of(argument: str) -> str:
+        return "*fp32" if argument == "rope" and constants.get("ROPE") else f"*{dtype}"
 
-    kernel = getattr(importlib.import_module(f"rl_kernels.jit.{name}"), name)
-    signature, attributes = {}, {}
-    for position, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in kernel.do_not_specialize:
-            signature[argument] = "i32"
-        else:
-            signature[argument] = "*fp32" if argument == "rope" and constants.get("ROPE") else f"*{dtype}"
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, **COMPILED}
-    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assembly = compiled_for_hopper(name, name, kind_of, constants, num_warps=warps).asm["ptx"]
     accesses = re.findall(r"(?:ld|st)\.global\S*", assembly)
     assert accesses
     assert all(".v4.b32" in a for a in accesses), accesses
