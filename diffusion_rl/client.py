@@ -50,10 +50,10 @@ class RolloutClient(ControlClient):
 
     def generate(self, prompt: str | None = None, **fields: Any) -> list[RolloutSample]:
         """Rolls out one prompt; `fields` are those of `RolloutParams`, tensors among them: in the place of a text, say,
-        what `sample.denoising_env.prompt_fields()` returns; `image` takes PIL images and paths,
-        too. Evaluation samples (`rollout=False`) have no log-probs.
-        With the safetensors wire the tensors are views of the one received body. `resume_from` takes the
-        `resume_state`s of aborted samples; `diffusion_rl.sample.merge_resumed` puts the two parts together.
+        what `sample.denoising_env.prompt_fields()` returns; `image` takes PIL images and paths, too. Evaluation samples
+        (`rollout=False`) have no log-probs. With the safetensors wire the tensors are views of the one received body.
+        `resume_from` takes the `resume_state`s of aborted samples; `diffusion_rl.sample.merge_resumed` puts
+        the two parts together.
 
         Raises:
             EngineError: the same class that the service raised.

@@ -25,7 +25,7 @@ from diffusion_rl.models.fused_blocks import (
     output_projection,
     text_stream,
 )
-from rl_kernels.copies import contiguous, joined
+from rl_kernels.copies import contiguous, joined, of_autograd
 from rl_kernels.gated_residual import gated_residual
 from rl_kernels.gelu_linear import gelu_linear
 from rl_kernels.modulated_norm import modulated_norm
@@ -115,8 +115,7 @@ def _one_stream(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
         and text.stride() == image.stride() == strides
         and image.storage_offset() == text.storage_offset() + tokens * width
     )
-    of_autograd = torch.is_grad_enabled() and (text.requires_grad or image.requires_grad)
-    if adjacent and not of_autograd:
+    if adjacent and not of_autograd(text, image):
         return text.as_strided((batch, together, width), strides)
     return joined([text, image], dim=1)
 

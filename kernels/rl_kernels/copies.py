@@ -15,7 +15,7 @@ WIDE = torch.complex128  # torch's largest element, 16 bytes; a copy doesn't loo
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """`x.contiguous()`."""
-    if x.is_contiguous() or _of_autograd(x):
+    if x.is_contiguous() or of_autograd(x):
         return x.contiguous()
     return copy_(torch.empty(x.shape, dtype=x.dtype, device=x.device), x)
 
@@ -32,7 +32,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The parts behind each other, in the memory order of the first. `torch.cat` goes through strided parts element by
     element, at a fifth of the memory's speed; so that is for autograd alone."""
-    if any(_of_autograd(part) for part in parts):
+    if of_autograd(*parts):
         return torch.cat(list(parts), dim)
     first = parts[0]
     shape = list(first.shape)
@@ -50,8 +50,9 @@ def memory_order(x: torch.Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
 
 
-def _of_autograd(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+def of_autograd(*tensors: torch.Tensor) -> bool:
+    """Whether what is made of them has a gradient to pass on."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _in_wide_pieces(x: torch.Tensor) -> bool:
